@@ -18,8 +18,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-#: The user name beside the credential, in the callback address that a pod is given.
-POD_USER = "pod"
 #: Header with the token of people, for those who come through the API server's proxy, which takes Authorization away.
 GATEWAY_TOKEN_HEADER = "X-PoC-Gateway-Token"  # noqa: S105 - a name
 #: Seconds for which a credential is good. One of our pods gets another when the gateway refuses it.

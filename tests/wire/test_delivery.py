@@ -167,6 +167,22 @@ async def test_what_a_proxy_answers_for_the_gateway_is_waited_out(
     assert status.delivered_rejected == 0
 
 
+@pytest.mark.parametrize("answer", [401, 403, 404])
+async def test_a_proxy_may_answer_before_the_gateway_ever_has(
+    pod: Pod, receiver: CallbackReceiver, clock: FakeClock, answer: int
+) -> None:
+    """The address that the operator made for the gateway has its user name."""
+    receiver.answer = answer
+    await pod.start(ARTIFACT | NEARLY_DONE | {"url": receiver.url.replace("://", "://pod:credential@")})
+    status = await pod.reach(lambda s: receiver.attempts > 40)
+    assert clock.now() > REFUSED_SECONDS
+    assert (status.state, status.delivered_rejected) == (PowState.GENERATING, 0)
+    receiver.answer = 200
+    status = await pod.reach(lambda s: s.state is PowState.STOPPED)
+    assert (status.rejected, status.delivered_valid, status.delivery_error) == (0, 100, None)
+    assert receiver.nonces == list(range(MAX_NONCE - 99, MAX_NONCE + 1))
+
+
 @pytest.mark.parametrize(
     "body", [None, [], {"reason": "NotFound"}, {"reason": ["RoundUnknown"]}, "RoundUnknown", {"x": "y" * 100_000}]
 )

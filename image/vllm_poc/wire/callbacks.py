@@ -8,6 +8,8 @@ from vllm_poc.wire.artifacts import Artifact, Encoding
 from vllm_poc.wire.messages import Nonce, WireMessage
 from vllm_poc.wire.stat_test import ArtifactVerdict, Verdict
 
+#: User in the callback addresses that the operator makes for the gateway: whoever answers there stands before it.
+GATEWAY_USER = "pod"
 #: Realm of the gateway's 401: the address is not valid now, as while keys are changed, and may be replaced.
 GATEWAY_REALM = "poc-gateway"
 #: Reason of the gateway's 404 while it does not know the round: it may come to know it, so that nothing is lost.

@@ -28,8 +28,8 @@ from poc_gateway.node_api.chat import BODY_SENT
 from poc_gateway.query.web.routes import OPEN_PAGES
 from poc_gateway.server.connections import Bodies
 from poc_gateway.settings import Settings
-from poc_operator.credentials import GATEWAY_TOKEN_HEADER, POD_USER, CredentialError, Verifier
-from vllm_poc.wire.callbacks import GATEWAY_REALM
+from poc_operator.credentials import GATEWAY_TOKEN_HEADER, CredentialError, Verifier
+from vllm_poc.wire.callbacks import GATEWAY_REALM, GATEWAY_USER
 from vllm_poc.wire.messages import is_json
 
 #: A peer may use so many seconds' worth of requests at once.
@@ -216,7 +216,7 @@ def _password(scope: Scope) -> str:
         user, _, password = base64.b64decode(sent.strip(), validate=True).decode().partition(":")
     except ValueError:
         return ""
-    return password if user == POD_USER else ""
+    return password if user == GATEWAY_USER else ""
 
 
 def network_access(tokens: Sequence[SecretStr]) -> Authorize:

@@ -13,9 +13,10 @@ from yarl import URL
 
 from poc_operator.clients.errors import GatewayError
 from poc_operator.clients.http import read_bounded
-from poc_operator.credentials import POD_USER, VALID_SECONDS, Grant, sign
+from poc_operator.credentials import VALID_SECONDS, Grant, sign
 from poc_operator.observed import CollectedRound, Decision, RivalNonce, RivalPage
 from vllm_poc.wire.answers import ErrorResponse
+from vllm_poc.wire.callbacks import GATEWAY_USER
 from vllm_poc.wire.messages import MAX_TEXT
 
 #: Seconds for one question.
@@ -61,7 +62,7 @@ class GatewayClient:
         if self.key is None:
             return url
         expires = int(time.time()) + VALID_SECONDS
-        return str(URL(url).with_user(POD_USER).with_password(sign(self.key, grant, expires)))
+        return str(URL(url).with_user(GATEWAY_USER).with_password(sign(self.key, grant, expires)))
 
     async def progress(self, namespace: str, name: str, uid: str) -> CollectedRound | None:
         """Return what is stored of the round; None if nothing is yet."""

@@ -6,7 +6,8 @@ from typing import Any
 
 import aiohttp
 
-from poc_operator.credentials import POD_USER, Grant, sign
+from poc_operator.credentials import Grant, sign
+from vllm_poc.wire.callbacks import GATEWAY_USER
 
 TOKEN = "token-of-people"  # noqa: S105 - guards nothing but tests
 OPERATOR_TOKEN = "token-of-the-operator"  # noqa: S105
@@ -25,7 +26,7 @@ def a_grant(uid: str = "uid-1", slot: int = 0, pod: str = "a", **fields: Any) ->
     return Grant(round=uid, slot=slot, pod=pod, **{**defaults, **fields})
 
 
-def basic(password: str, user: str = POD_USER) -> dict[str, str]:
+def basic(password: str, user: str = GATEWAY_USER) -> dict[str, str]:
     """The header of a user and a password."""
     return {"Authorization": aiohttp.encode_basic_auth(user, password)}
 

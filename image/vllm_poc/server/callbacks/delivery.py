@@ -8,7 +8,8 @@ are found, so that they alone are lost:
 
     waiting -> posted -> accepted                         2xx
                       -> waiting, after a pause           5xx, 408, 425, 429, our gateway's 401 and 404, no answer;
-                                                          401, 403, 404 before a gateway that has answered;
+                                                          401, 403, 404 at a gateway's address, which has its user
+                                                          name or has been answered by one;
                                                           401, 403, 404 of others for a bounded time
                       -> halved, and each half posted     other 4xx, several items
                       -> refused                          other 4xx, one item; 405, 410; 401, 403, 404 after that time
@@ -34,7 +35,7 @@ from vllm_poc.server.bodies import off_loop, written
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.scheduler import ComputedChain, Item, count_values
 from vllm_poc.settings import Settings
-from vllm_poc.wire.callbacks import GATEWAY_HEADER, GATEWAY_REALM, NOT_ABOUT_CONTENT, ROUND_UNKNOWN
+from vllm_poc.wire.callbacks import GATEWAY_HEADER, GATEWAY_REALM, GATEWAY_USER, NOT_ABOUT_CONTENT, ROUND_UNKNOWN
 from vllm_poc.wire.messages import WireMessage
 
 _log = get_logger(__name__)
@@ -94,7 +95,7 @@ class Poster(Generic[T]):
         self._clock = clock
         self._most = settings.payload_results  # results of a payload, as far as their size is known
         self._gateway_waits = False  # the gateway's last answer was one that passes
-        self._is_gateway = False  # it has answered at this address
+        self._is_gateway = URL(url).user == GATEWAY_USER  # or it has answered at this address
         self._refused_in_a_row = 0
         self._hurried = asyncio.Event()
         self._turned_away: float | None = None  # since when it has answered nothing else
