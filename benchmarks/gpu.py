@@ -30,7 +30,7 @@ def main() -> None:
     options = _options()
     model, config = served(options, extension="benchmarks.gpu_worker.MeasuringExtension")
     call(model, "poc_bench_weights")
-    pod = Pod(model, described(model), options)
+    pod = Pod(model, call(model, "poc_describe"), options)
     rows = []
     for seq_len in options.seq_len:
         for row in pod.rows(config, seq_len):
@@ -64,17 +64,6 @@ def served(options: argparse.Namespace, *, extension: str) -> tuple[LLM, dict[st
         **(AS_SERVED.get(options.shape, {}) if options.as_served else {}),
     )
     return model, config
-
-
-def described(model: LLM) -> dict[str, Any]:
-    """Return what the workers say of the model, whose pass is fused if it can be."""
-    facts: dict[str, Any] = call(model, "poc_describe")
-    if not facts["fused"]:  # its kernels may have taken longer to compile than the parity check may take
-        call(model, "poc_forget")
-        facts = call(model, "poc_describe")
-    if not facts["fused"]:
-        print(f"the pass is not fused: {facts['findings']}", flush=True)
-    return facts
 
 
 def _line(row: dict[str, Any]) -> str:

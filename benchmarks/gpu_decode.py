@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import TypedDict
 
-from benchmarks.gpu import described, options_of, served
+from benchmarks.gpu import options_of, served
 from benchmarks.gpu_pod import call
 from benchmarks.gpu_shapes import SHAPES
 from benchmarks.gpu_worker import Profile
@@ -105,8 +105,9 @@ def _measured(options: argparse.Namespace) -> list[Row]:
     call(model, "poc_bench_weights")
     if options.vllms_tiles:
         call(model, "poc_bench_vllms_tiles")
-    if not described(model)["fused"]:
-        raise SystemExit(1)
+    facts = call(model, "poc_describe")
+    if not facts["fused"]:
+        raise SystemExit(f"the pass is not fused: {facts['findings']}")
     bandwidth = call(model, "poc_bench_bandwidth")
     print(f"a copy moves {bandwidth / 1e12:.2f} TB/s", flush=True)
     setup = DecodeSetup(codebook=None, rebuild=True, reserve_bytes=int(options.reserve * _GIB))

@@ -77,7 +77,7 @@ def fields_refusal(fields: Sequence[FieldError], status: HTTPStatus = HTTPStatus
 
 def field_refusal(field: str, message: str, status: HTTPStatus = HTTPStatus.UNPROCESSABLE_ENTITY) -> Refusal:
     """Return a refusal about one field of the request."""
-    return Refusal(status, "InvalidRequest", f"{field}: {message}", errors=[FieldError(field=field, message=message)])
+    return fields_refusal([FieldError(field=field, message=message)], status)
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tests.vllm.client import Client
 
 TEST_SECONDS = 600
+#: Segments of so many seconds leave a pass in one.
+WHOLE = 10.0
 FLAGS = ["--worker-extension-cls", "tests.gpu.unfused.UnfusedExtension"]
 FLAGS += ["--middleware", "vllm_poc.server.app.PocMiddleware", "--max-num-seqs", "256"]
 

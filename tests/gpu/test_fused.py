@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 torch = pytest.importorskip("torch", reason="needs the worker environment")
 
+from tests.gpu.conftest import WHOLE  # noqa: E402
 from tests.support.builders.batches import a_batch  # noqa: E402
 
 _log = logging.getLogger(__name__)
@@ -24,8 +25,6 @@ TOKENS = 8192
 MEAN_DISTANCE, LARGEST_DISTANCE = 0.02, 0.1
 #: The same for two distances.
 DISTANCE = 1e-3
-#: Segments of so many seconds leave a pass in one.
-WHOLE = 10.0
 
 
 def request(seq_len: int, protocol: str, nonces: list[int] = NONCES) -> dict[str, Any]:

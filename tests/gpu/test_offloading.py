@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.gpu.conftest import FLAGS
+from tests.gpu.conftest import FLAGS, WHOLE
 from tests.support.builders.batches import a_batch
 from tests.vllm.server import serving
 from tests.vllm.test_beside_chat import LENGTHS, LONG, NONCES
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 FOUND = "vllm:external_prefix_cache_hits_total"
 FOUND_SECONDS = 15
 TOKENS, SHORT = 200, "x"
-#: Seconds of a part of a pass: so long that it has one.
-WHOLE = 10.0
 
 
 @pytest.fixture(scope="module", params=["0", "1"], ids=["OffloadingConnector", "SimpleCPUOffloadConnector"])

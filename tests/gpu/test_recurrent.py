@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 torch = pytest.importorskip("torch", reason="needs the worker environment")
 
+from tests.gpu.conftest import WHOLE  # noqa: E402
 from tests.support.builders.batches import a_batch  # noqa: E402
 from tests.vllm.device import ON_GPU  # noqa: E402
 from vllm_poc.wire.artifacts import decode_vector  # noqa: E402
@@ -25,8 +26,6 @@ SEQ_LEN, NONCES, BATCH = 1024, 16, 8
 PROMPT = list(range(1000, 1900))
 #: Long enough for latent attention to take it for a prompt, and short enough to have no token twice for most nonces.
 PROMPT_LEN = 300
-#: Segments of so many seconds leave a pass in one.
-WHOLE = 10.0
 BATCHES = 100
 #: L2 distance of two artifacts, which have length 1. Random weights send a token to other experts for a last bit.
 MEAN_DISTANCE = 0.02

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.gpu.conftest import FLAGS
+from tests.gpu.conftest import FLAGS, WHOLE
 from tests.support.builders.batches import a_batch
 from tests.vllm.server import serving
 from tests.vllm.test_beside_chat import LONG, NONCES
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.vllm.client import Client
-
-#: Seconds of a part of a pass: so long that it has one.
-WHOLE = 10.0
 
 
 @pytest.fixture(scope="module")

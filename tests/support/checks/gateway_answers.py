@@ -77,8 +77,8 @@ class Fuzzing:
             reject()
         before, self._before = self._before, self._state()
         if answer.is_error or request.method == "GET":
-            changed = _changed(before, self._before)
-            assert not changed, f"answered {answer.status_code}, and has changed the store: {changed}"
+            told = f"answered {answer.status_code}, and has changed the store: "
+            assert self._before == before, told + _changed(before, self._before)
         check_error(request.method, answer)
         if request.on_route:
             request.case.validate_response(answer, checks=_CHECKS)
