@@ -10,14 +10,15 @@ import pytest
 
 from tests.support.fakes.callback_receiver import CallbackReceiver
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from vllm_poc.wire.callbacks import GATEWAY_USER
 from vllm_poc.wire.messages import API_PREFIX
 
 PASSWORD = "0123456789abcdef"  # noqa: S105 - of this test alone
 BASIC = "Basic " + base64.b64encode(f"pod:{PASSWORD}".encode()).decode()
 
 
-def with_password(url: str, password: str = PASSWORD) -> str:
-    return url.replace("http://", f"http://pod:{password}@")
+def with_password(url: str, password: str = PASSWORD, user: str = GATEWAY_USER) -> str:
+    return url.replace("http://", f"http://{user}:{password}@")
 
 
 @pytest.mark.parametrize("body", [ARTIFACT, DISTANCE], ids=["artifact", "distance"])
@@ -95,7 +96,7 @@ async def test_results_wait_while_the_gateway_refuses_the_password_and_a_repeate
 
 async def test_another_receivers_401_is_final_after_a_while(pod: Pod, receiver: CallbackReceiver) -> None:
     receiver.password, receiver.challenge = "another", 'Basic realm="elsewhere"'
-    await pod.start(ARTIFACT | SLOT | {"url": with_password(receiver.url)})
+    await pod.start(ARTIFACT | SLOT | {"url": with_password(receiver.url, user="somebody")})
     status = await pod.reach(lambda s: s.delivered_rejected > 0)
     assert not status.callback_unauthorized
 
