@@ -295,7 +295,8 @@ class PodReport:
     time from one move to the next: a pod that computes in batches does not move within one. Both are 0 until it moves.
     ``in_flight`` says that it was told something whose outcome is not known yet, ``resumes`` whether it can begin a
     slot elsewhere than at index 0. ``answer`` is its last one about named nonces. ``told_auth`` is what this process
-    last told it for the receiver, and it took. ``schemes`` are those of artifacts that it offers, None if it was not
+    last told it for the receiver, and it took. ``spared`` says that it has refused lately, so that no other round is
+    stopped there to ask it again. ``schemes`` are those of artifacts that it offers, None if it was not
     asked or did not tell. ``listens`` is False if nothing answered on the port, or something that
     does not speak the protocol. ``heard`` says whether it has answered since this process first looked at the round.
     """
@@ -311,6 +312,7 @@ class PodReport:
     batch_nonces: int = 0
     batch_seconds: float = 0.0
     in_flight: bool = False
+    spared: bool = False
     resumes: bool = True
     answer: Answer | None = None
     told_auth: BasicAuth | None = None

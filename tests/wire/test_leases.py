@@ -156,6 +156,17 @@ async def test_a_distance_round_that_goes_on_after_validating_has_its_lease_agai
     assert (await asked(pod)).lease_remaining_seconds == 60
 
 
+async def test_a_round_that_stops_for_another_says_for_which(pod: Pod) -> None:
+    await pod.start(LEASED)
+    assert (await pod.post("stop?round_id=r2&preempted_by=ns/first")).status_code == 409
+    assert (await pod.post("stop?round_id=r1&preempted_by=ns/first")).status_code == 200
+    status = await asked(pod)
+    assert (status.stop_reason, status.stop_message) == (
+        "Preempted",
+        "the pod is for round ns/first, which goes first",
+    )
+
+
 async def test_a_slot_at_its_end_says_so(pod: Pod) -> None:
     await pod.start(
         LEASED | {"node_id": 0, "node_count": 1, "group_id": 0, "n_groups": 1, "start_index": MAX_NONCE - 9}

@@ -92,6 +92,13 @@ async def test_a_stop_of_a_round_that_is_over_is_harmless(client: PodClient, bas
     assert ours(await client.stop(base, "r1")).pow_status.status is PowState.STOPPED
 
 
+async def test_a_pod_tells_for_which_round_it_was_stopped(client: PodClient, base: str) -> None:
+    await client.start(base, order())
+    await client.stop(base, "r1", preempted_by="ns/first")
+    told = ours(await client.status(base))
+    assert (told.stop_reason, "ns/first" in (told.stop_message or "")) == ("Preempted", True)
+
+
 async def test_the_pods_reason_arrives(client: PodClient, base: str) -> None:
     with pytest.raises(PodRefused, match="seq_len") as refusal:
         await client.start(base, order(seq_len=100_000))

@@ -164,13 +164,16 @@ class Phases:
                 await self.generation.stop(_TO_VALIDATE)
             self._phase = PowState.VALIDATING
 
-    async def stop(self, round_id: str | None) -> None:
-        """End the phase, deliver what is left; refused if ``round_id`` names another round than the one that runs."""
+    async def stop(self, round_id: str | None, preempted_by: str | None = None) -> None:
+        """End the phase, deliver what is left; refused if ``round_id`` names another round than the one that runs.
+
+        ``preempted_by`` names the round that the pod is for.
+        """
         async with self._commands:
             if round_id is not None and self.state in _RUNNING and self._round_id != round_id:
                 raise self._conflict()
             if self.generation is not None:
-                await self.generation.stop(_ON_REQUEST)
+                await self.generation.stop(_ON_REQUEST if preempted_by is None else _preempted(preempted_by))
             if self._phase is PowState.VALIDATING:
                 self._phase = PowState.STOPPED
 
@@ -246,6 +249,10 @@ class Phases:
             round_id=self._round_id,
         )
         return RefusalError(HTTPStatus.CONFLICT, body)
+
+
+def _preempted(by: str) -> Ending:
+    return Ending(StopReason.PREEMPTED, f"the pod is for round {by}, which goes first")
 
 
 def _generating(config: SlotRequest, start_index: int) -> InitGenerateRequest:

@@ -38,6 +38,7 @@ from vllm_poc.wire.messages import (
     LeaseRenewal,
     LeaseSeconds,
     RoundId,
+    ShortText,
 )
 
 _MEANINGS = {
@@ -162,12 +163,13 @@ async def status(
 
 
 @router.post("/stop")
-async def stop(service: Service, round_id: str | None = None) -> CommandResponse:
+async def stop(service: Service, round_id: str | None = None, preempted_by: ShortText | None = None) -> CommandResponse:
     """Stop the round, deliver what is left, and cancel queued work; results that are there stay.
 
-    With `round_id`: stop only if that round runs, and leave queued work alone.
+    With `round_id`: stop only if that round runs, and leave queued work alone. `preempted_by` names the round that the
+    pod is stopped for, as a scheduler of rounds does; `GET status` tells it.
     """
-    return await service.stop(round_id)
+    return await service.stop(round_id, preempted_by)
 
 
 @router.get("/versions")

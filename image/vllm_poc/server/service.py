@@ -119,12 +119,15 @@ class PocService:
         await self.phases.validate()
         return self._answer(PowState.VALIDATING)
 
-    async def stop(self, round_id: str | None = None) -> CommandResponse:
-        """Stop the round, and queued work too unless only the round is named; results stay."""
+    async def stop(self, round_id: str | None = None, preempted_by: str | None = None) -> CommandResponse:
+        """Stop the round, and queued work too unless only the round is named; results stay.
+
+        ``preempted_by`` names the round that the pod is for.
+        """
         if round_id is None:
             # Before the round: its end would let them start.
             await self.jobs.cancel("cancelled by stop")
-        await self.phases.stop(round_id)
+        await self.phases.stop(round_id, preempted_by)
         return self._answer(PowState.STOPPED)
 
     async def generate(self, request: GenerateRequest) -> Result | JobResponse:

@@ -43,6 +43,7 @@ class StopReason(StrEnum):
     """Why a round was stopped, for programs. A client must expect other words."""
 
     REQUESTED = "Requested"  # by a call
+    PREEMPTED = "Preempted"  # by a call, for a round that goes first
     SLOT_DONE = "SlotDone"  # the slot's last nonce is delivered
     LEASE_EXPIRED = "LeaseExpired"  # nobody renewed its lease
     SERVER_ENDS = "ServerEnds"

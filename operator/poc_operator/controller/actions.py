@@ -39,6 +39,9 @@ Emit = Callable[[WorkEvent], None]
 #: A pod that refuses to start is asked again after so many seconds, each time after twice as many.
 REFUSED_SECONDS = 5.0
 MOST_REFUSED_SECONDS = 60.0
+#: The same for pods that compute another round: that would be stopped for each try.
+SPARED_SECONDS = 60.0
+MOST_SPARED_SECONDS = 3600.0
 #: Seconds between two tries to evict a pod that may not be.
 EVICTION_SECONDS = 30.0
 
@@ -59,27 +62,46 @@ async def _client_to_order(clients: ClientOf, pod: PodView, may_act: Callable[[]
     return client
 
 
+@dataclasses.dataclass(frozen=True)
+class _Refusal:
+    """The last one of ``count`` in a row: reason and message, and when it came."""
+
+    told: tuple[str, str]
+    at: float
+    count: int
+
+    def until(self, seconds: float, most: float) -> float:
+        """Return when it is forgotten that counts for so many seconds, and for twice as long with each in a row."""
+        return self.at + min(seconds * 2.0 ** min(self.count - 1, 16), most)
+
+
 class Refusals:
     """Pods that refused to start, by their uids. ``clock`` returns seconds of any monotonic clock.
 
     A refusal counts for a while, so that slots do not go to and fro between pods that refuse. Then it is forgotten, and
-    the pod is asked again.
+    the pod is asked again: later, and ever later, if the work of another round would be stopped for that.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._found: dict[str, tuple[tuple[str, str], float, float]] = {}  # refusal, until when, after how long
+        self._found: dict[str, _Refusal] = {}
 
     def add(self, uid: str, reason: str, message: str) -> None:
         """Remember that a pod refused."""
-        _, _, before = self._found.get(uid, (None, 0.0, REFUSED_SECONDS / 2))
-        seconds = min(2 * before, MOST_REFUSED_SECONDS)
-        self._found[uid] = (reason, message), self._clock() + seconds, seconds
+        before = self._found.get(uid)
+        count = before.count + 1 if before is not None else 1
+        self._found[uid] = _Refusal((reason, message), self._clock(), count)
 
     def of(self, uid: str) -> tuple[str, str] | None:
         """Return the pod's refusal, if it counts still."""
-        refusal, until, _ = self._found.get(uid, (None, 0.0, 0.0))
-        return refusal if self._clock() < until else None
+        found = self._found.get(uid)
+        counts = found is not None and self._clock() < found.until(REFUSED_SECONDS, MOST_REFUSED_SECONDS)
+        return found.told if found is not None and counts else None
+
+    def spares(self, uid: str) -> bool:
+        """Whether no work is to be stopped to ask the pod again."""
+        found = self._found.get(uid)
+        return found is not None and self._clock() < found.until(SPARED_SECONDS, MOST_SPARED_SECONDS)
 
     def forget(self, uid: str) -> None:
         """Forget a pod: it has accepted a start."""
@@ -149,7 +171,8 @@ class PodActions:
         """Return the report with what the pod answered to its last start."""
         started, start_error = self._started.pop(uid, None), self._start_errors.pop(uid, None)
         refusal, told_auth, in_flight = self._refusals.of(uid), self._told.get(uid), uid in self._in_flight
-        if not (started or start_error or refusal or told_auth or in_flight):
+        spared = self._refusals.spares(uid)
+        if not (started or start_error or refusal or spared or told_auth or in_flight):
             return report  # as for most pods: a copy takes long
         return dataclasses.replace(
             report,
@@ -157,6 +180,7 @@ class PodActions:
             refusal=refusal,
             start_error=start_error,
             in_flight=in_flight,
+            spared=spared,
             told_auth=told_auth,
         )
 
@@ -232,7 +256,7 @@ class PodActions:
     async def _stop(self, port: int, stop: StopPod) -> None:
         try:
             client = await _client_to_order(self._clients, stop.pod, self._may_act)
-            await client.stop(base_url(stop.pod.ip or "", port), stop.round_id)
+            await client.stop(base_url(stop.pod.ip or "", port), stop.round_id, preempted_by=stop.preempted_by)
             self._wake.set()
         except PodBusy:
             self._log.info("stop: the pod computes another round by now")

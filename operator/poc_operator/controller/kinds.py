@@ -163,6 +163,7 @@ class RoundPlanner(Planner[PoCRound]):
             gateway=self._report,
             rate_limit=self._sources.rate_limit,
             lease_seconds=self._sources.lease_seconds,
+            owner=self._sources.owner,
             callback_auth=self._callback_auth,
         )
 

@@ -143,6 +143,12 @@ def holder(snapshot: Snapshot[Work], report: PodReport) -> str:
     return f"round {other.name if other is not None else status.round_id or 'without id'}{height}"
 
 
+def busy_with(snapshot: Snapshot[Work], report: PodReport) -> str:
+    """Say what a pod computes that other work keeps busy, and why this work does not replace it though it may."""
+    spared = ", and has refused this work lately" if report.spared and may_replace(snapshot, report) else ""
+    return f"{holder(snapshot, report)}{spared}"
+
+
 def may_replace(snapshot: Snapshot[Work], report: PodReport) -> bool:
     """Whether this work may stop what the pod computes: only what stands behind it in the queue of `planning.queue`."""
     work, status = snapshot.work, report.status
@@ -159,9 +165,20 @@ def may_replace(snapshot: Snapshot[Work], report: PodReport) -> bool:
 
 
 def usable_pods(snapshot: Snapshot[Work]) -> list[PodView]:
-    """Pods that are ready, answer, can do the work, and are not barred by their fleet."""
+    """Pods that are ready, answer, can do the work, and are not barred by their fleet.
+
+    One that computes other work, and has refused this lately, can not: the other would be stopped for nothing.
+    """
     spec = snapshot.work.spec
-    return [pod for pod, report in snapshot.answering if not pod.barred and incompatibility(spec, report) is None]
+    return [
+        pod
+        for pod, report in snapshot.answering
+        if not (pod.barred or incompatibility(spec, report) or _is_spared(snapshot, report))
+    ]
+
+
+def _is_spared(snapshot: Snapshot[Work], report: PodReport) -> bool:
+    return report.spared and computes_other_work(snapshot, report)
 
 
 #: So many pods are named in a message; more would not be read.
@@ -231,7 +248,7 @@ def why_unusable(snapshot: Snapshot[Work], pod: PodView) -> str | None:
     finding = incompatibility(snapshot.work.spec, report)
     if finding is not None:
         return finding[1]
-    return f"computes {holder(snapshot, report)}" if computes_other_work(snapshot, report) else None
+    return f"computes {busy_with(snapshot, report)}" if computes_other_work(snapshot, report) else None
 
 
 def unusable_pods(snapshot: Snapshot[Work], *, beside: frozenset[str | None]) -> str:

@@ -32,6 +32,11 @@ def place_of(round_: PoCRound) -> Place:
     return -spec.priority, 0 if replaces else 1, newest_first, metadata.creation_timestamp, metadata.name
 
 
+def full_name(round_: PoCRound) -> str:
+    """Return namespace and name, as pods and users are told them."""
+    return f"{round_.metadata.namespace}/{round_.metadata.name}"
+
+
 def as_other(
     round_: PoCRound, status: RoundStatus, usable: Callable[[], Iterable[PodView]], *, blocked: bool
 ) -> OtherRound:
@@ -42,7 +47,7 @@ def as_other(
     wanted = frozenset(pod.uid for pod in usable()) if asks and (waiting or not slots) else frozenset()
     return OtherRound(
         id=round_.id,
-        name=f"{round_.metadata.namespace}/{round_.metadata.name}",
+        name=full_name(round_),
         place=place_of(round_),
         priority=spec.priority,
         replaces=spec.concurrency_policy is ConcurrencyPolicy.REPLACE,

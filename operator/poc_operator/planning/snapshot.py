@@ -138,10 +138,14 @@ class StartPod:
 
 @dataclass(frozen=True, kw_only=True)
 class StopPod:
-    """Tell a pod to stop the round of this id, or whatever it computes; it flushes its results first."""
+    """Tell a pod to stop the round of this id, or whatever it computes; it flushes its results first.
+
+    ``preempted_by`` is the namespace and name of the round that the pod is for.
+    """
 
     pod: PodView
     round_id: str | None
+    preempted_by: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

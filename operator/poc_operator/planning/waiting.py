@@ -8,8 +8,8 @@ from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.observed import PodView
 from poc_operator.planning.eligibility import (
     busy_pods,
+    busy_with,
     computes_other_work,
-    holder,
     incompatibility,
     named,
     usable_pods,
@@ -124,7 +124,7 @@ def is_queued(snapshot: Snapshot[Work]) -> bool:
 
 def holders(snapshot: Snapshot[Work], pods: Sequence[PodView]) -> str:
     """Name busy pods and what each computes."""
-    return named(pods, lambda pod: holder(snapshot, snapshot.reports[pod.uid]))
+    return named(pods, lambda pod: busy_with(snapshot, snapshot.reports[pod.uid]))
 
 
 _RULES: tuple[Rule, ...] = (

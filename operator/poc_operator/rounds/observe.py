@@ -4,7 +4,7 @@
 ``_RULES`` is read from top to bottom; the first rule that has something to say about a slot wins.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from poc_operator.apis.v1alpha1.reasons import Reason
@@ -31,6 +31,12 @@ from poc_operator.rounds.stop import is_of_slot
 from vllm_poc.wire.answers import PowState, StatusResponse, StopReason
 
 _COMPUTING = (PowState.GENERATING, PowState.VALIDATING)
+#: What pods stop for by other orders than the round's own.
+_STOPS: Mapping[str, Loss] = {
+    StopReason.SERVER_ENDS: Loss.STOPPED,
+    StopReason.LEASE_EXPIRED: Loss.LEASE_EXPIRED,
+    StopReason.PREEMPTED: Loss.PREEMPTED,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,12 +231,10 @@ def _stopped(view: SlotView) -> Change | None:
         if not is_settled(view.snapshot, slot):
             return slot, None
         return _told_of(view, slot.model_copy(update={"state": SlotState.DONE, "error": None}))
+    loss = _STOPS.get(status.stop_reason or "")
+    why = "was stopped by somebody else" if loss is None else f"stopped: {status.stop_message}"
     ends = status.stop_reason == StopReason.SERVER_ENDS  # it takes no more work
-    if ends or status.stop_reason == StopReason.LEASE_EXPIRED:
-        loss, why = Loss.STOPPED if ends else Loss.LEASE_EXPIRED, f"stopped: {status.stop_message}"
-    else:
-        loss, why = Loss.STOPPED, "was stopped by somebody else"
-    return lose(view.snapshot, slot, loss, f"pod {slot.pod} {why}", unbind=ends)
+    return lose(view.snapshot, slot, loss or Loss.STOPPED, f"pod {slot.pod} {why}", unbind=ends)
 
 
 def _forgot(view: SlotView) -> Change | None:
@@ -240,10 +244,21 @@ def _forgot(view: SlotView) -> Change | None:
         return lose(view.snapshot, view.slot, Loss.RESTARTED, why, unbind=True)
     if view.ending:
         return view.slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
+    if _had_other_round(view):
+        why = f"pod {view.slot.pod} was given another round, which goes first"
+        return lose(view.snapshot, view.slot, Loss.PREEMPTED, why, unbind=True)
     if view.computing and not view.ours:
         why = f"pod {view.slot.pod} was given other work"
         return lose(view.snapshot, view.slot, Loss.STOPPED, why, unbind=True)
     return lose(view.snapshot, view.slot, Loss.STOPPED, f"pod {view.slot.pod} stopped and says nothing about it")
+
+
+def _had_other_round(view: SlotView) -> bool:
+    """Whether the pod's last work was another round of this cluster: the slot was stopped for that, or had ended."""
+    status, owner = view.status, view.snapshot.owner
+    if status is None or owner is None or status.owner != owner:
+        return False
+    return status.round_id not in (None, view.snapshot.round.id)
 
 
 _RULES: tuple[Rule, ...] = (

@@ -30,14 +30,15 @@ class RoundSnapshot(Snapshot[PoCRound]):
     """What one plan of a round sees. ``gateway`` is None if pods deliver to the round's own callback address.
 
     ``rate_limit`` is how many nonces per second no pod exceeds, ``lease_seconds`` how long pods compute on if nobody
-    asks them. ``callback_auth`` is what the Secret for that address has, or why it cannot be had; None if the round
-    names no Secret.
+    asks them, ``owner`` the name under which this cluster's operator gives orders. ``callback_auth`` is what the Secret
+    for that address has, or why it cannot be had; None if the round names no Secret.
     """
 
     gateway: GatewayReport | None = None
     callback_auth: BasicAuth | str | None = None
     rate_limit: int = RATE_LIMIT
     lease_seconds: int = LEASE_SECONDS
+    owner: str | None = None
 
     @property
     def round(self) -> PoCRound:

@@ -15,6 +15,7 @@ from poc_operator.apis.v1alpha1.round import Assignment
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.eligibility import computes_other_work, holder, may_replace
+from poc_operator.planning.queue import full_name
 from poc_operator.planning.snapshot import StopPod, WorkEvent
 from poc_operator.rounds.counters import is_settled, names_slot
 from poc_operator.rounds.leaving import lease_end
@@ -27,7 +28,8 @@ def replace_other_work(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     if step.status.stop_time or snapshot.blocked:
         return step
     held = [(slot, pod) for slot in step.status.assignments if (pod := _held_pod(snapshot, slot)) is not None]
-    stops = [StopPod(pod=pod, round_id=_round_id(snapshot, slot)) for slot, pod in held]
+    name = full_name(snapshot.round)
+    stops = [StopPod(pod=pod, round_id=_round_id(snapshot, slot), preempted_by=name) for slot, pod in held]
     known = {slot.uid for slot in snapshot.round.status.assignments if slot.state.active}
     events = [_event(snapshot, slot) for slot, _ in held if slot.uid not in known]
     return step.extended(actions=stops, events=events)

@@ -163,12 +163,13 @@ class PodClient:
         """Let a round compute on; PodBusy if the pod does not generate it."""
         return await self._call("POST", URL(f"{base}/extend"), START_SECONDS, _COMMAND, request.model_dump())
 
-    async def stop(self, base: str, round_id: str | None) -> Command:
+    async def stop(self, base: str, round_id: str | None, *, preempted_by: str | None = None) -> Command:
         """Stop the round, unless the pod computes another one by now; without an id, whatever it computes.
 
-        Results are flushed first.
+        Results are flushed first. ``preempted_by`` names the round that the pod is for; reference pods do not tell it.
         """
-        url = URL(f"{base}/stop").with_query({"round_id": round_id} if round_id is not None else {})
+        told = {"round_id": round_id, "preempted_by": preempted_by}
+        url = URL(f"{base}/stop").with_query({name: text for name, text in told.items() if text is not None})
         stopped = _STOPPING[base] = asyncio.Event()
         try:
             return await self._call("POST", url, STOP_SECONDS, _COMMAND)

@@ -98,7 +98,7 @@ class Pods:
         self.orders.append("start")
         return None
 
-    async def stop(self, base: str, round_id: str) -> None:
+    async def stop(self, base: str, round_id: str, **_: object) -> None:
         """Stop."""
         assert round_id == UID
         self.orders.append("stop")

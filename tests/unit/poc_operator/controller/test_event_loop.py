@@ -83,7 +83,7 @@ async def test_few_orders_of_all_rounds_at_a_time_may_be_answered_at_any_moment(
     now, most, stopped, few = 0, 0, list[str](), FewRequests(MOST_ORDERS)
 
     class Client(PodClient):
-        async def stop(self, base: str, round_id: str | None) -> CommandResponse:
+        async def stop(self, base: str, round_id: str | None, **_: object) -> CommandResponse:
             nonlocal now, most
             now += 1
             most = max(most, now)

@@ -48,7 +48,7 @@ class Pods:
         """Note it."""
         self.sent.append("extend")
 
-    async def stop(self, *_: object) -> None:
+    async def stop(self, *_: object, **__: object) -> None:
         """Note it."""
         self.sent.append("stop")
 

@@ -165,7 +165,7 @@ class OnePod:
         self.started.append((request.round_id, time.monotonic()))
         return self._done()
 
-    async def stop(self, base: str, round_id: str | None) -> object:
+    async def stop(self, base: str, round_id: str | None, **_: object) -> object:
         """Stop."""
         self.pod.state, self.stopped = type(self.pod.state).STOPPED, time.monotonic()
         return self._done()

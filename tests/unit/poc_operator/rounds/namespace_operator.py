@@ -36,6 +36,8 @@ PodOrder = StartPod | StopPod | ExtendPod | DeletePod
 #: The lease of all orders here.
 LEASE_SECONDS = 120
 NAMESPACE = "ns"
+#: The name under which it gives orders.
+OWNER = "this-cluster"
 
 
 class Step(StrEnum):
@@ -222,6 +224,7 @@ class RoundLoop:
             started=self.started.pop(uid, None),
             start_error=self.start_errors.pop(uid, None),
             refusal=self.refusals.of(uid),
+            spared=self.refusals.spares(uid),
             in_flight=uid in self.in_flight,
         )
 
@@ -244,6 +247,7 @@ class RoundLoop:
             find_other_rounds=lambda: self.operator.board.beside(self.uid, NAMESPACE),
             gateway=self.gateway,
             lease_seconds=LEASE_SECONDS,
+            owner=OWNER,
         )
 
     def _plan(self, snapshot: RoundSnapshot) -> RoundStep:

@@ -20,7 +20,7 @@ from poc_operator.planning.reaping import WorkRecord, cause_to_stop
 from poc_operator.planning.snapshot import DeletePod, ExtendPod, StartPod, StopPod
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from tests.unit.poc_operator.build import NOW, a_round
-from tests.unit.poc_operator.rounds.namespace_operator import Operator, PodOrder, RoundLoop, a_gateway
+from tests.unit.poc_operator.rounds.namespace_operator import OWNER, Operator, PodOrder, RoundLoop, a_gateway
 from tests.unit.poc_operator.rounds.namespace_pods import FOREIGN, GRACE_SECONDS, STARTUP_SECONDS, NamespacePod, Refused
 from tests.unit.poc_operator.rounds.world import REQUEST_SECONDS, SlotKey, is_valid
 from vllm_poc.wire.answers import StopReason
@@ -242,9 +242,14 @@ class NamespaceWorld:
             loop.known = None
 
     def replace_operator(self, skew: float) -> None:
-        """Kill the operator. What it sent may still arrive; what it knew beside the record is lost."""
+        """Kill the operator. What it sent may still arrive; what it knew beside the record is lost.
+
+        The next one waits until its watch has told of all pods.
+        """
         self.operator = Operator(self, skew)
+        lags, self.watch_lags = self.watch_lags, False
         self.tell_of_pods()
+        self.watch_lags = lags
         for uid, round_ in self.store.rounds.items():
             finished = round_.status.state.finished and round_.metadata.deletion_timestamp is None
             if not finished or round_.spec.ttl_seconds_after_finished is not None:
@@ -293,9 +298,10 @@ class NamespaceWorld:
     def _take(self, order: Order, pod: NamespacePod, *, awaited: bool, told: bool) -> None:
         match order.action:
             case StartPod(request=request):
-                self._start(order, pod, request, awaited=awaited, told=told)
-            case StopPod(round_id=round_id):
-                self.stop(pod, round_id)
+                signed = request.model_copy(update={"owner": OWNER})
+                self._start(order, pod, signed, awaited=awaited, told=told)
+            case StopPod(round_id=round_id, preempted_by=taker):
+                self.stop(pod, round_id, StopReason.REQUESTED if taker is None else StopReason.PREEMPTED)
             case ExtendPod(request=extension):
                 pod.extend(extension)
 

@@ -120,6 +120,7 @@ class SimPod:
             state=self.state,
             session_id=self.session_id,
             round_id=self.request.round_id if self.request else None,
+            owner=self.request.owner if self.request else None,
             config=round_config(self.request) if self.request else None,
             start_index=start,
             next_index=self.next,
