@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from poc_operator.apis.v1alpha1.round import Assignment, Stop
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.planning.snapshot import ExtendPod
-from poc_operator.rounds.counters import is_doubted
+from poc_operator.rounds.counters import is_doubted, is_settled
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from vllm_poc.wire.answers import StatusResponse
 from vllm_poc.wire.messages import ExtendRequest, Protocol
@@ -44,7 +44,7 @@ def grant(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     if step.status.stop_time or stop is None or stop.after_seconds is not None:
         return step
     if stop.after_nonces is not None and _nobody_works(snapshot, step):
-        slots = _with_rest(slots, stop.after_nonces)
+        slots = _with_rest(snapshot, slots, stop.after_nonces)
     needy, left = [slot for slot in slots if _needs_more(snapshot, slot)], _left(snapshot, stop, slots)
     if not left and stop.after_valid is not None:
         # How many of the nonces under way are valid nobody knows. Who has none under way may try a batch.
@@ -58,9 +58,14 @@ def grant(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     return step.extended(assignments=[_extended(slot, allowances.get((slot.node, slot.group))) for slot in slots])
 
 
-def waits_for_more(slot: Assignment) -> bool:
-    """Whether the slot's pod has computed and delivered all that it may."""
-    return slot.state is SlotState.RUNNING and slot.end is not None and slot.delivered >= slot.next >= slot.end
+def waits_for_more(snapshot: RoundSnapshot, slot: Assignment) -> bool:
+    """Whether the slot's pod has computed and delivered all that it may, by its own word, and the gateway was asked.
+
+    A gateway that has lost results has fewer, and gets no more of these.
+    """
+    if slot.state is not SlotState.RUNNING or slot.end is None or not is_settled(snapshot, slot):
+        return False
+    return _told_delivered(snapshot, slot) >= slot.next >= slot.end
 
 
 def _nobody_works(snapshot: RoundSnapshot, step: RoundStep) -> bool:
@@ -70,11 +75,15 @@ def _nobody_works(snapshot: RoundSnapshot, step: RoundStep) -> bool:
     return since is not None and snapshot.seconds_since(since) >= patience
 
 
-def _with_rest(slots: Sequence[Assignment], after_nonces: int) -> list[Assignment]:
-    """Return the slots after those that wait for more got what is not delivered: all of it, so that they wait once."""
-    waiting = [(slot.node, slot.group) for slot in slots if waits_for_more(slot) and not is_doubted(slot)]
+def _with_rest(snapshot: RoundSnapshot, slots: Sequence[Assignment], after_nonces: int) -> list[Assignment]:
+    """Return the slots after those that wait for more got what is not delivered: all of it, so that they wait once.
+
+    Of pods that are not believed each may be honest, and the gateway have lost results. They get it if no other waits.
+    """
+    waiting = [slot for slot in slots if waits_for_more(snapshot, slot)]
+    waiting = [slot for slot in waiting if not is_doubted(slot)] or waiting
     left = max(0, after_nonces - sum(slot.delivered for slot in slots))
-    shares = {place: math.ceil(left / len(waiting)) for place in waiting}
+    shares = {(slot.node, slot.group): math.ceil(left / len(waiting)) for slot in waiting}
     return [_extended(slot, shares.get((slot.node, slot.group))) for slot in slots]
 
 
@@ -127,9 +136,13 @@ def _underway(snapshot: RoundSnapshot, slot: Assignment) -> int:
 
     By the pod's own word, also where the gateway lacks some: these do not come any more.
     """
+    return max(0, _dealt(slot) - _told_delivered(snapshot, slot))
+
+
+def _told_delivered(snapshot: RoundSnapshot, slot: Assignment) -> int:
+    """Return up to which index the slot is delivered, as far as anybody says."""
     status = _told(snapshot, slot)
-    delivered = max(slot.delivered, status.delivered_index if status is not None else 0)
-    return max(0, _dealt(slot) - delivered)
+    return max(slot.delivered, status.delivered_index if status is not None else 0)
 
 
 def _wanted(snapshot: RoundSnapshot, slot: Assignment) -> int:

@@ -87,7 +87,7 @@ def counted(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
     if stored is None:
         nothing = not resumes and snapshot.gateway_answered and not snapshot.gateway_contradicts(slot)
         return slot.model_copy(update={"delivered": 0, "valid": 0}) if nothing else slot
-    told = (slot.delivered, slot.valid) if resumes else (0, 0)
+    told = (slot.delivered, slot.valid) if resumes and not _is_lost(snapshot, slot) else (0, 0)
     delivered = max(told[0], stored.delivered_index)
     return slot.model_copy(
         update={
@@ -96,6 +96,21 @@ def counted(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
             "valid": max(told[1], stored.stored),
         }
     )
+
+
+def _is_lost(snapshot: RoundSnapshot, slot: Assignment) -> bool:
+    """Whether the gateway has fewer results of the slot than were counted, and was asked after these were delivered.
+
+    It has lost them, as after a restore, or the pod has told of more while the gateway did not answer.
+    """
+    heard = snapshot.heard_of(slot)
+    if heard is None or not _is_of(snapshot, slot, heard) or heard.delivered_index < slot.delivered:
+        return False
+    results = slot.valid
+    if snapshot.round.spec.protocol is not Protocol.DISTANCE:
+        results = max(results, slot.delivered - slot.rejected_before - heard.delivered_rejected)
+    stored, _ = _stored(snapshot, slot)
+    return snapshot.gateway_answers and not snapshot.gateway_contradicts(slot) and stored < results
 
 
 def told_counts(snapshot: RoundSnapshot, slot: Assignment, status: StatusResponse) -> Mapping[str, int]:

@@ -31,7 +31,7 @@ def note_times(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     # One that has just begun may have nothing to do yet, and what others were dealt is theirs for a while.
     ran = {(slot.node, slot.group) for slot in before if slot.state is SlotState.RUNNING}
     begins = any((slot.node, slot.group) not in ran for slot in running)
-    works = gets_on or begins or not all(is_doubted(slot) or waits_for_more(slot) for slot in running)
+    works = gets_on or begins or not all(is_doubted(slot) or waits_for_more(snapshot, slot) for slot in running)
     extent = f"{len(slots)} slots of {step.status.slots}"
     return lifecycle.note_times(snapshot, step, started=bool(running), works=works, extent=extent)
 
