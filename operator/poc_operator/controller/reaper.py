@@ -279,9 +279,11 @@ class Reaper:
     def _is_suspect(self, pod: PodView, answer: StatusResponse | ReferenceStatus) -> bool:
         if isinstance(answer, ReferenceStatus):
             return answer.status is PowState.GENERATING and pod.uid not in self._held
-        record = self._records.live(answer.round_id)
-        needed = record is not None and self._is_driven(record) and cause_to_stop(record, pod) is None
-        return is_ours(answer, self.owners) and not needed
+        return is_ours(answer, self.owners) and not self._is_needed(pod, answer.round_id)
+
+    def _is_needed(self, pod: PodView, round_id: str | None) -> bool:
+        record = self._records.live(round_id)
+        return record is not None and self._is_driven(record) and cause_to_stop(record, pod) is None
 
     async def _judge(self, suspects: Iterable[_Suspect]) -> None:
         by_namespace = defaultdict[str, list[_Suspect]](list)
@@ -334,6 +336,8 @@ class Reaper:
             async with self._stopping:
                 if not self._may_act():
                     return  # the process stood still meanwhile: another may act by now
+                if self._is_needed(pod, round_id):
+                    return  # it waited for other stops, and the round has given the pod a slot since
                 await suspect.client.stop(base_url(pod.ip or "", suspect.port), round_id)
         except PodBusy:
             return  # it computes another round by now

@@ -154,7 +154,7 @@ class Reconciler(Generic[WorkT]):
         for event in step.events:
             self._emit(event)
         if any(isinstance(action, DeleteWork) for action in step.actions):
-            await self._store.delete(work)
+            await self._delete(work)
             return False
         self._asks.keep(work.spec.port, (action for action in step.actions if isinstance(action, AskPod)))
         self._actions.begin(work.spec.port, step.actions)
@@ -163,6 +163,14 @@ class Reconciler(Generic[WorkT]):
             self._tell_of_silent(seen)
             return False
         return True
+
+    async def _delete(self, work: WorkT) -> None:
+        """Delete the object as this turn has left it."""
+        try:
+            await self._store.delete(self._reader.known or work)
+        except StaleObject:
+            self._reader.forget()  # perhaps it is to be kept
+            raise
 
     async def _with_fleet(self, work: WorkT) -> tuple[WorkT, str | None]:
         """Return the work with what it takes from its fleet, and what to say if there is no such fleet."""

@@ -60,6 +60,11 @@ class ObjectReader(Generic[WorkT]):
         """Remember the object as it was written; without it, it is read next."""
         self._known = work
 
+    @property
+    def known(self) -> WorkT | None:
+        """The object as it was read or written last; None if it must be read."""
+        return self._known
+
     def forget(self) -> None:
         """Read the object next: it is not what was known of it."""
         self._known = self._told = None

@@ -202,11 +202,15 @@ class ObjectStore:
         return None
 
     async def delete(self, work: Resource) -> None:
-        """Delete the object; nothing happens if it is gone or was replaced by another of its name."""
+        """Delete the object as it is known; nothing happens if it is gone.
+
+        StaleObject if somebody has changed it since, as a user who wants to keep it, or if another has its name.
+        """
+        known = client.V1Preconditions(uid=work.metadata.uid, resource_version=work.metadata.resource_version)
         async with api_errors():
             await self._objects.delete_namespaced_custom_object(
                 **_key(type(work), work.metadata.namespace, work.metadata.name),
-                body=client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=work.metadata.uid)),
+                body=client.V1DeleteOptions(preconditions=known),
             )
 
     async def evict_pod(self, pod: PodView) -> None:

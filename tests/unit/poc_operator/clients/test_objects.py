@@ -227,6 +227,16 @@ async def test_a_status_is_written_against_what_was_read(api: tuple[Api, ObjectS
     assert (method, path, body["metadata"]) == ("PATCH", f"{API}/pocrounds/r/status", {"resourceVersion": "1"})
 
 
+async def test_an_object_is_deleted_as_it_is_known(api: tuple[Api, ObjectStore]) -> None:
+    server, store = api
+    round_ = a_round()
+    await store.delete(round_)
+    method, path, _, body = server.seen[-1]
+    assert (method, path) == ("DELETE", f"{API}/pocrounds/r")
+    known = {"uid": round_.metadata.uid, "resourceVersion": round_.metadata.resource_version}
+    assert body["preconditions"] == known
+
+
 async def test_an_object_that_is_gone_takes_no_status(api: tuple[Api, ObjectStore]) -> None:
     """Or its pods would be told what nobody has recorded."""
     server, store = api

@@ -64,8 +64,10 @@ class Store(WithoutPods):
         self.round = round_.model_copy(update={"metadata": metadata, "status": status})
         return version
 
-    async def delete(self, _: PoCRound) -> None:
-        """Note it."""
+    async def delete(self, round_: PoCRound) -> None:
+        """Delete the round as it is known."""
+        if self.round is None or self.round.metadata.resource_version != round_.metadata.resource_version:
+            raise StaleObject("Conflict")
         self.deleted.set()
 
     async def write_conditions(self, *_: object, **__: object) -> None:
@@ -290,6 +292,11 @@ def finished(**spec: Any) -> PoCRound:  # noqa: ANN401
     return newborn(a_round(FINISHED.model_copy(update={"completion_time": then}), **spec))
 
 
+def at_version(version: str, round_: PoCRound) -> PoCRound:
+    """The round as a later write has left it."""
+    return round_.model_copy(update={"metadata": round_.metadata.model_copy(update={"resource_version": version})})
+
+
 async def test_a_finished_round_takes_one_turn_until_its_time_to_live_has_passed() -> None:
     store = Store(finished(ttlSecondsAfterFinished=3600))
     async with operator(store, Pods()) as made:
@@ -327,6 +334,20 @@ async def test_a_time_to_live_that_is_shortened_counts_at_once() -> None:
     async with operator(store, Pods()) as made:
         made.work_changed(RoundPlanner, body(round_), lambda _: None)
         assert not await made.released(UID, 0.3), "it rests"
-        shorter = body(finished(ttlSecondsAfterFinished=60), generation=2, resourceVersion="9")
+        store.round = at_version("9", finished(ttlSecondsAfterFinished=60))
+        shorter = body(store.round, generation=2, resourceVersion="9")
         made.work_changed(RoundPlanner, shorter, lambda _: None)
         await asyncio.wait_for(store.deleted.wait(), 20)
+
+
+async def test_a_time_to_live_that_is_raised_in_the_last_moment_counts() -> None:
+    """The watch has not told of it yet."""
+    due = finished(ttlSecondsAfterFinished=60)
+    store = Store(due)
+    async with operator(store, Pods()) as made:
+        store.round = at_version("9", finished(ttlSecondsAfterFinished=3600))
+        made.work_changed(RoundPlanner, body(due), lambda _: None)
+        turns = note_turns(made._reconcilers[UID])
+        assert not await made.released(UID, 2.0)
+        assert 1 <= len(turns) <= 4, "it was looked at, read anew, and rests"
+        assert not store.deleted.is_set()

@@ -312,6 +312,23 @@ async def test_a_pod_that_cannot_be_stopped_is_told_again() -> None:
     assert world.stopped == [(HERE, UID)]
 
 
+async def test_a_pod_that_has_got_the_slot_while_its_stop_waited_is_left_alone() -> None:
+    """Many stops wait for each other. Meanwhile the round may give the pod a slot."""
+    other = {"matchLabels": CUSTOM}
+    before, after = a_body(UID, DONE, selector=other), a_body(UID, a_slot("a"), selector=other)
+    world = World(bodies=[before], computing={HERE: work()}, driven={UID})
+    made, _ = world.reaper(POD)
+    made.object_changed(before)
+    made._stopping = asyncio.Semaphore(0)
+    await made.sweep()
+    await asyncio.sleep(0)
+    assert made._stops, "the stop waits"
+    made.object_changed(after)
+    made._stopping.release()
+    await asyncio.gather(*made._stops.values())
+    assert world.stopped == []
+
+
 async def test_silent_pods_hold_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(computing={HERE: work()})
     real = world.status
