@@ -54,9 +54,11 @@ def binding(**functions: Any) -> ModuleType:  # noqa: ANN401
 
 @pytest.fixture(autouse=True)
 def _looked_for_anew() -> Iterator[None]:
-    nvml._nvml.cache_clear()
+    for known in (nvml._nvml, nvml._xid_errors):
+        known.cache_clear()
     yield
-    nvml._nvml.cache_clear()
+    for known in (nvml._nvml, nvml._xid_errors):
+        known.cache_clear()
 
 
 async def ask(pod: Pod) -> Any:  # noqa: ANN401
@@ -105,3 +107,50 @@ async def test_gpus_are_told_with_the_sensors_that_they_have(pod: Pod, monkeypat
         "sm_clock_hertz": 1_980_000_000,
     }
     assert {name: value for name, value in lost.items() if value is not None} == {"index": 1, "error": "GPU is lost"}
+
+
+def events(*found: tuple[int, int, int]) -> dict[str, Any]:
+    """The part of a binding that tells of events: GPU, kind and number of each, the first one first."""
+    left = list(found)
+    registered = dict[int, int]()
+
+    def wait(_: object, milliseconds: int) -> SimpleNamespace:
+        assert milliseconds == 0, "nobody waits for events"
+        if not left:
+            raise NvmlError("Timeout")
+        device, kind, number = left.pop(0)
+        assert registered[device] & kind
+        return SimpleNamespace(device=device, eventType=kind, eventData=number)
+
+    return {
+        "nvmlEventSetCreate": object,
+        "nvmlDeviceRegisterEvents": lambda gpu, kinds, _: registered.update({gpu: kinds}),
+        "nvmlEventSetWait_v2": wait,
+        "nvmlDeviceGetIndex": lambda gpu: gpu,
+        "left": left,
+    }
+
+
+async def test_xid_errors_are_counted_but_for_those_of_programs(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = events((0, 8, 13), (0, 8, 79), (0, 8, 31), (0, 8, 94))
+    monkeypatch.setitem(sys.modules, "pynvml", binding(**told))
+    first, lost = (await ask(pod))["devices"]
+    assert (first["xid_errors"], first["last_xid"]) == (2, 94)
+    assert (lost["xid_errors"], lost["error"]) == (None, "GPU is lost")
+    told["left"].append((0, 8, 48))
+    assert [(await ask(pod))["devices"][0][name] for name in ("xid_errors", "last_xid")] == [3, 48]
+
+
+async def test_a_gpu_without_xid_errors_says_so(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", binding(**events()))
+    first, _ = (await ask(pod))["devices"]
+    assert (first["xid_errors"], first["last_xid"]) == (0, None)
+
+
+async def test_a_driver_that_tells_of_no_events_tells_the_rest(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise NvmlError("Not Supported")
+
+    monkeypatch.setitem(sys.modules, "pynvml", binding(nvmlEventSetCreate=refuse))
+    first, _ = (await ask(pod))["devices"]
+    assert (first["xid_errors"], first["utilization_percent"]) == (None, 87)

@@ -237,6 +237,8 @@ class Gpu(WireMessage):
 
     Sizes are bytes, temperatures °C, powers watts, clocks hertz. ``clocks_event_reasons`` are NVML's bits for what
     keeps the clock down. Errors of the memory are counted over the GPU's life, replays since the driver was loaded.
+    ``xid_errors`` counts what the driver calls Xid errors since somebody first asked this server, without those that
+    programs cause; ``last_xid`` is the number of the last one.
     """
 
     index: int = Field(ge=0, lt=MAX_GPUS)
@@ -254,6 +256,8 @@ class Gpu(WireMessage):
     clocks_event_reasons: Count | None = None
     ecc_double_bit_errors: Count | None = None
     pcie_replays: Count | None = None
+    xid_errors: Count | None = None
+    last_xid: Count | None = None
     error: ShortText | None = None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at the ready pods of all fleets now and then: whether they get on, and whether their GPUs' memory fails.
+"""Looks at the ready pods of all fleets now and then: whether they get on, and whether their GPUs fail.
 
 Looks run beside the fleets' turns, a few at a time, so that silent pods hold up nothing. A new process begins anew,
 which only delays what is done about a hung pod.
@@ -15,6 +15,7 @@ from poc_operator.clients.pods.client import ClientOf, base_url
 from poc_operator.controller.health import supervised
 from poc_operator.fleets.download import PORT, DownloadSeen
 from poc_operator.fleets.progress import SERIES, Watched, parse_look, watched
+from poc_operator.fleets.stages import GpuErrors
 from poc_operator.observed import PodView
 
 #: Seconds between two looks at a pod's progress, and at the errors of its GPUs.
@@ -29,7 +30,7 @@ class _Pod:
     """What is known of one pod. ``asked`` is when its GPUs were asked last."""
 
     found: Watched | None = None
-    memory_errors: int | None = None
+    gpu_errors: GpuErrors | None = None
     asked: float = float("-inf")
 
 
@@ -74,10 +75,10 @@ class FleetHealth:
         """Return what was seen of the engines of a fleet's pods."""
         return {uid: pod.found for uid, pod in self._fleets.get(fleet, {}).items() if pod.found is not None}
 
-    def memory_errors(self, fleet: str) -> Mapping[str, int]:
-        """Return the double-bit errors of the pods' GPUs, as far as they are known."""
+    def gpu_errors(self, fleet: str) -> Mapping[str, GpuErrors]:
+        """Return the errors of the pods' GPUs, as far as they are known."""
         known = self._fleets.get(fleet, {}).items()
-        return {uid: pod.memory_errors for uid, pod in known if pod.memory_errors is not None}
+        return {uid: pod.gpu_errors for uid, pod in known if pod.gpu_errors is not None}
 
     async def download_seen(self, pods: Sequence[PodView]) -> DownloadSeen:
         """Return what is seen of the pods of a download."""
@@ -117,5 +118,4 @@ class FleetHealth:
                 devices = (await client.gpus(base)).devices
             except PodError:
                 return
-        counts = [gpu.ecc_double_bit_errors for gpu in devices if gpu.ecc_double_bit_errors is not None]
-        known.memory_errors = sum(counts) if counts else None
+        known.gpu_errors = GpuErrors.of(devices)

@@ -353,7 +353,7 @@ class Fleets:
             refused=loop.refused,
             answers=loop.checks.answers,
             health=self._health.found(uid) if self._health is not None else {},
-            memory_errors=self._health.memory_errors(uid) if self._health is not None else {},
+            gpu_errors=self._health.gpu_errors(uid) if self._health is not None else {},
             download=await self._download(fleet),
             work=self._work.on(fleet, labels_of(fleet, objects.get(("StatefulSet", name)), pods)),
             busy=loop.evictor.busy,

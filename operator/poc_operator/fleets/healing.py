@@ -79,15 +79,21 @@ def _next(pod: PodView, fleet: PoCFleet, going: set[str], refused: Mapping[str, 
 
 
 def faulty_gpus(pods: Iterable[FleetPod]) -> list[Finding]:
-    """Tell of the pods whose GPUs have had more double-bit errors since the operator first asked them."""
+    """Tell of the pods whose GPUs have had errors since the operator first asked them."""
     return [
         (
             Reason.GPU_FAULTY,
-            f"the GPUs of {pod.name} have {pod.memory_errors - pod.memory_errors_before} more double-bit memory errors "
-            f"than at first: `kubectl cordon {pod.node}`, then delete the pod",
+            f"the GPUs of {pod.name} have had {errors} since they were first asked: `kubectl cordon {pod.node}`, then "
+            "delete the pod",
         )
         for pod in pods
-        if pod.memory_errors is not None
-        and pod.memory_errors_before is not None
-        and pod.memory_errors > pod.memory_errors_before
+        if (errors := _gpu_errors(pod))
     ]
+
+
+def _gpu_errors(pod: FleetPod) -> str:
+    """Name the errors of a pod's GPUs; empty without any."""
+    memory = (pod.memory_errors or 0) - (pod.memory_errors_before or 0)
+    texts = [f"{memory} double-bit memory errors"] if memory > 0 else []
+    texts += [f"{pod.xid_errors} Xid errors (the last is Xid {pod.last_xid})"] if pod.xid_errors else []
+    return " and ".join(texts)

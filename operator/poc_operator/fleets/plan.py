@@ -27,7 +27,7 @@ from poc_operator.fleets.progress import Watched
 from poc_operator.fleets.render import Object, render, signed
 from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve
 from poc_operator.fleets.rollback import differences, digest_of, server_template_of, template_of, with_template
-from poc_operator.fleets.stages import Nodes, ordinal_of, with_stages
+from poc_operator.fleets.stages import GpuErrors, Nodes, ordinal_of, with_stages
 from poc_operator.fleets.update import (
     Eviction,
     Spares,
@@ -56,7 +56,7 @@ class FleetSnapshot:
     look like what was wanted, since the API server writes some values in another way. ``refused`` is what became of
     the last objects that could not be applied.
 
-    ``health`` is what was seen of the pods' engines, ``memory_errors`` how many their GPUs have had, and ``answers``
+    ``health`` is what was seen of the pods' engines, ``gpu_errors`` what their GPUs tell of errors, and ``answers``
     are those to self-checks, each by the pods' uids. ``download`` is what is seen of the download that is under way.
     ``work`` are the objects that select the fleet's pods. ``busy`` and ``evicted`` are of `UpdateSeen`,
     and ``evicted_names`` are the names of the latter. ``nodes`` are Kubernetes nodes of pods that are not ready.
@@ -71,7 +71,7 @@ class FleetSnapshot:
     settled: Mapping[Key, str] = field(default_factory=dict)
     refused: Refusal | None = None
     health: Mapping[str, Watched] = field(default_factory=dict)
-    memory_errors: Mapping[str, int] = field(default_factory=dict)
+    gpu_errors: Mapping[str, GpuErrors] = field(default_factory=dict)
     answers: Mapping[str, CheckAnswer] = field(default_factory=dict)
     download: DownloadSeen = field(default_factory=DownloadSeen)
     work: Sequence[WorkOnPods] = ()
@@ -331,7 +331,7 @@ class _Parts:
             outdated=outdated,
             observed=seen.is_observed,
         )
-        entries = with_stages(self.checked.pods, old.pods, pods, fleet.spec.port, seen.memory_errors)
+        entries = with_stages(self.checked.pods, old.pods, pods, fleet.spec.port, seen.gpu_errors)
         verdict = self._verdict(counts, refusal, ahead, update, entries)
         rate = resolved.nonces_per_minute if resolved is not None else None
         changes = {

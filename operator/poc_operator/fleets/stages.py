@@ -11,12 +11,14 @@ from when it stopped being ready: what it recovered from tells nothing of the te
 nodes, only what the pod itself tells counts. A node that cannot pull images looks like a template with a wrong one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod, Stage
 from poc_operator.observed import Container, KubernetesNode, PodView
 from poc_operator.planning.eligibility import named
+from vllm_poc.wire.answers import Gpu
 
 #: What pods wait for that passes by itself.
 PASSING = frozenset(
@@ -35,6 +37,36 @@ _HOPELESS = {
 }
 #: Seconds that a kubelet has had the pod from which on this counts: a registry may be away for a moment.
 PATIENCE_SECONDS = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuErrors:
+    """Errors of a pod's GPUs; None is what they do not count.
+
+    ``memory`` are double-bit errors over the GPUs' lives. ``xids`` are Xid errors that no program caused, since the
+    pod's server was first asked, and ``last_xid`` is the number of one of the last.
+    """
+
+    memory: int | None = None
+    xids: int | None = None
+    last_xid: int | None = None
+
+    @classmethod
+    def of(cls, devices: Iterable[Gpu]) -> "GpuErrors":
+        """Sum up the GPUs of a pod."""
+        gpus = list(devices)
+        numbers = [gpu.last_xid for gpu in gpus if gpu.last_xid is not None]
+        return cls(
+            memory=_sum(gpu.ecc_double_bit_errors for gpu in gpus),
+            xids=_sum(gpu.xid_errors for gpu in gpus),
+            last_xid=numbers[-1] if numbers else None,
+        )
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
 
 #: Kubernetes nodes by name, as far as they are known.
 Nodes = Mapping[str, KubernetesNode]
@@ -147,29 +179,32 @@ def with_stages(
     old: Sequence[FleetPod],
     pods: Sequence[PodView],
     port: int,
-    memory_errors: Mapping[str, int],
+    gpu_errors: Mapping[str, GpuErrors],
 ) -> list[FleetPod]:
     """Return the entries of these pods, in the order of their numbers, with their stages and what their GPUs tell.
 
-    ``old`` are the entries of before, and ``memory_errors`` those of the GPUs, by the pod's uid, as far as they are
-    known.
+    ``old`` are the entries of before, and ``gpu_errors`` those of the GPUs, by the pod's uid, as far as they are known.
     """
     known, before = {entry.uid: entry for entry in entries}, {entry.uid: entry for entry in old}
     return [
-        _entry(known[pod.uid], before.get(pod.uid), pod, port, memory_errors.get(pod.uid))
+        _entry(known[pod.uid], before.get(pod.uid), pod, port, gpu_errors.get(pod.uid, GpuErrors()))
         for pod in sorted(pods, key=in_order)
     ]
 
 
-def _entry(entry: FleetPod, before: FleetPod | None, pod: PodView, port: int, errors: int | None) -> FleetPod:
-    last = before.memory_errors if before is not None else None
-    first = before.memory_errors_before if before is not None else None
+def _entry(entry: FleetPod, before: FleetPod | None, pod: PodView, port: int, errors: GpuErrors) -> FleetPod:
+    before = before or entry
+    last, first = before.memory_errors, before.memory_errors_before
+    # A new server of the pod counts from nothing.
+    begins_anew = errors.xids is None or (before.xid_errors is not None and errors.xids < before.xid_errors)
     return entry.model_copy(
         update={
             "stage": stage_of(pod, port),
             "node": pod.node,
             # Of the GPUs, whichever server runs on them.
-            "memory_errors": last if errors is None else errors,
-            "memory_errors_before": errors if first is None else first,
+            "memory_errors": last if errors.memory is None else errors.memory,
+            "memory_errors_before": errors.memory if first is None else first,
+            "xid_errors": before.xid_errors if begins_anew else errors.xids,
+            "last_xid": before.last_xid if errors.last_xid is None else errors.last_xid,
         }
     )

@@ -146,8 +146,8 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.GPU_FAULTY: Explanation(
         "Degraded=True, Event",
-        "The memory of a pod's GPUs has had double-bit errors since the operator first asked the pod. Results may be "
-        "wrong.",
+        "The GPUs of a pod have had Xid errors, or double-bit errors of their memory, since the operator first asked "
+        "the pod. Results may be wrong.",
         "Cordon the Kubernetes node that the message names, delete the pod, and have the GPU reset or replaced.",
         _FLEET,
     ),

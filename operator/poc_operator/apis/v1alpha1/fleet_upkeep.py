@@ -137,6 +137,11 @@ class FleetPod(ApiModel):
     """Double-bit ECC errors of its GPUs over their lives, as told last. None if its GPUs do not count them."""
     memory_errors_before: Int64 | None = None
     """Those that its GPUs had when the operator first asked this pod."""
+    xid_errors: Int64 | None = None
+    """Xid errors of its GPUs since the operator first asked its server, as told last. Those that programs cause are not
+    counted. None if the driver does not tell."""
+    last_xid: Int64 | None = None
+    """Number of the last of these Xid errors."""
     result: Annotated[CheckResult, Open()] = CheckResult.PENDING
     """What its last self-check found."""
     p_value: str | None = None

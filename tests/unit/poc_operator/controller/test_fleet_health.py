@@ -10,6 +10,7 @@ import pytest
 from poc_operator.clients.errors import NotAPodOfOurs, PodTimeout
 from poc_operator.controller.fleet_health import GPU_SECONDS, LOOK_SECONDS, FleetHealth
 from poc_operator.fleets.progress import SERIES, hung
+from poc_operator.fleets.stages import GpuErrors
 from poc_operator.observed import Container, PodView
 from tests.unit.poc_operator.fleets.test_healing import SERVER, metrics
 from vllm_poc.wire.answers import Gpu, GpusResponse
@@ -22,7 +23,11 @@ class Pods:
         self.now = 0.0
         self.text = metrics(running=1)
         self.fault: Exception | None = None
-        self.devices = [Gpu(index=0, ecc_double_bit_errors=1), Gpu(index=1, ecc_double_bit_errors=2), Gpu(index=2)]
+        self.devices = [
+            Gpu(index=0, ecc_double_bit_errors=1, xid_errors=0),
+            Gpu(index=1, ecc_double_bit_errors=2, xid_errors=2, last_xid=79),
+            Gpu(index=2),
+        ]
         self.asked: list[str] = []
         self.gpus_asked = 0
 
@@ -89,7 +94,7 @@ async def test_ready_pods_are_asked_now_and_then(health: FleetHealth, pods: Pods
     await looked(health, pods, a_pod(1))
     assert (len(pods.asked), pods.gpus_asked) == (2, 1)
     assert hung(health.found("f")["u1"], int(LOOK_SECONDS)) is not None
-    assert health.memory_errors("f") == {"u1": 3}
+    assert health.gpu_errors("f") == {"u1": GpuErrors(memory=3, xids=2, last_xid=79)}
 
 
 async def test_a_pod_that_does_not_answer_is_not_said_to_be_hung(health: FleetHealth, pods: Pods) -> None:
@@ -106,10 +111,10 @@ async def test_a_pod_that_does_not_answer_is_not_said_to_be_hung(health: FleetHe
 async def test_pods_without_counters_of_errors(health: FleetHealth, pods: Pods) -> None:
     pods.devices = [Gpu(index=0)]
     await looked(health, pods, a_pod(1))
-    assert health.memory_errors("f") == {}
+    assert health.gpu_errors("f") == {"u1": GpuErrors()}
     pods.now, pods.devices = GPU_SECONDS, []
     await looked(health, pods, a_pod(1))
-    assert (health.memory_errors("f"), pods.gpus_asked) == ({}, 2)
+    assert (health.gpu_errors("f"), pods.gpus_asked) == ({"u1": GpuErrors()}, 2)
 
 
 async def test_pods_and_fleets_that_are_gone_are_forgotten(health: FleetHealth, pods: Pods) -> None:

@@ -15,6 +15,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.healing import BUDGET_TIME, Healed, faulty_gpus, heal
 from poc_operator.fleets.plan import FleetSnapshot, plan
 from poc_operator.fleets.progress import Watched, hung, parse_look, watched
+from poc_operator.fleets.stages import GpuErrors
 from poc_operator.observed import REVISION_LABEL, Container, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
@@ -252,20 +253,23 @@ def test_a_fleet_tells_of_a_hung_pod_and_records_it() -> None:
     assert [one.pod.uid for one in second.evict] == ["u0"]
 
 
-def test_errors_of_the_memory_that_grow_name_the_kubernetes_node() -> None:
+def test_errors_of_gpus_that_grow_name_the_kubernetes_node() -> None:
     fleet, pod = a_fleet(), a_pod(0)
 
-    def look(status: Any, errors: dict[str, int]) -> Any:  # noqa: ANN401
+    def look(status: Any, errors: dict[str, GpuErrors]) -> Any:  # noqa: ANN401
         seen = a_fleet(status=status)
         return plan(
-            FleetSnapshot(fleet=seen, around=AROUND, now=NOW, objects=stored(fleet), pods=[pod], memory_errors=errors)
+            FleetSnapshot(fleet=seen, around=AROUND, now=NOW, objects=stored(fleet), pods=[pod], gpu_errors=errors)
         ).status
 
-    first = look(None, {"u0": 3})
+    first = look(None, {"u0": GpuErrors(memory=3, xids=0)})
     assert (first.pods[0].memory_errors_before, first.own_conditions["Degraded"].status) == (3, "False")
     assert look(first.stored(), {}).pods[0].memory_errors == 3
-    second = look(first.stored(), {"u0": 5})
+    second = look(first.stored(), {"u0": GpuErrors(memory=5)})
     assert second.own_conditions["Degraded"].reason == Reason.GPU_FAULTY
-    assert "demo-0 have 2 more" in second.own_conditions["Degraded"].message
+    assert "demo-0 have had 2 double-bit memory errors since" in second.own_conditions["Degraded"].message
     assert "kubectl cordon gpu-1" in second.own_conditions["Degraded"].message
-    assert not faulty_gpus([FleetPod(name="a", uid="b", memory_errors=9, memory_errors_before=9)])
+    third = look(second.stored(), {"u0": GpuErrors(memory=5, xids=1, last_xid=79)})
+    errors = "2 double-bit memory errors and 1 Xid errors (the last is Xid 79)"
+    assert errors in third.own_conditions["Degraded"].message
+    assert not faulty_gpus([FleetPod(name="a", uid="b", memory_errors=9, memory_errors_before=9, xid_errors=0)])

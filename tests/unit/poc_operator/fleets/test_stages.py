@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod, Stage
-from poc_operator.fleets.stages import stage_of, stages_of, with_stages
+from poc_operator.fleets.stages import GpuErrors, stage_of, stages_of, with_stages
 from poc_operator.observed import PodView
 
 STARTED = "2026-01-01T00:00:00Z"
@@ -94,9 +94,18 @@ def test_the_list_follows_the_numbers_and_keeps_what_else_is_known() -> None:
     assert {entry.stage for entry in found} == {Stage.LOADING}
 
 
-@pytest.mark.parametrize(("told", "last"), [({}, 4), ({"demo-0": 5}, 5)])
-def test_the_errors_of_gpus_outlast_their_server(told: dict[str, int], last: int) -> None:
+@pytest.mark.parametrize(
+    ("told", "last", "xids"),
+    [
+        ({}, 4, (2, 79)),
+        ({"demo-0": GpuErrors(memory=5, xids=0)}, 5, (2, 79)),
+        ({"demo-0": GpuErrors(memory=5, xids=3, last_xid=94)}, 5, (3, 94)),
+    ],
+)
+def test_the_errors_of_gpus_outlast_their_server(told: dict[str, GpuErrors], last: int, xids: tuple[int, int]) -> None:
     pod = body_of(name="demo-0", state=RUNNING)
-    old = [FleetPod(name=pod.name, uid=pod.uid, server="earlier", memory_errors_before=3, memory_errors=4)]
+    errors = {"memory_errors_before": 3, "memory_errors": 4, "xid_errors": 2, "last_xid": 79}
+    old = [FleetPod(name=pod.name, uid=pod.uid, server="earlier", **errors)]
     (found,) = with_stages([FleetPod(name=pod.name, uid=pod.uid)], old, [pod], 8000, told)
     assert (found.memory_errors_before, found.memory_errors) == (3, last)
+    assert (found.xid_errors, found.last_xid) == xids
