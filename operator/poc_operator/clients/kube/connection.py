@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connection to the API server, in a pod or with the user's kubeconfig."""
 
+import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from kubernetes.aio import client, config
@@ -33,6 +35,15 @@ async def connect() -> tuple[client.ApiClient, str]:
 
 #: Seconds for one request to the API server.
 REQUEST_SECONDS = 15.0
+
+
+def told_by(body: str | bytes | None) -> Mapping[str, Any]:
+    """Return the Status that the API server answers errors with; it has a ``message``. Empty if it is none."""
+    try:
+        status = json.loads(body or "")
+    except ValueError:
+        return {}
+    return status if isinstance(status, dict) and "message" in status else {}
 
 
 @asynccontextmanager

@@ -29,7 +29,7 @@ from poc_operator.apis.v1alpha1.meta import (
     GROUPS_REVISION_LABEL,
 )
 from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreForbidden, StoreUnavailable
-from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors
+from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors, told_by
 
 Object = Mapping[str, Any]
 
@@ -253,7 +253,4 @@ def _typed(kind: str, body: Object) -> Object:
 
 
 def _message(text: bytes, reason: str) -> str:
-    try:
-        return str(json.loads(text)["message"])
-    except (ValueError, KeyError, TypeError):
-        return reason
+    return str(told_by(text).get("message", reason))

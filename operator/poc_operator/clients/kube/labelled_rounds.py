@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds that a program creates on request and finds again by a label, and the pods that will work on them."""
 
-import json
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -13,7 +12,7 @@ from poc_operator.apis.v1alpha1.meta import API_VERSION, GROUP, VERSION, LabelSe
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.status import is_finished
 from poc_operator.clients.errors import ObjectInvalid, StoreUnavailable
-from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors
+from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors, told_by
 from poc_operator.clients.kube.objects import parse_object, readable
 from poc_operator.observed import PodView
 
@@ -102,11 +101,9 @@ def _selector(labels: Mapping[str, str]) -> str:
 
 
 def _invalid(error: ApiException) -> ObjectInvalid:
-    try:
-        answer = json.loads(error.body or "")
-        message, causes = str(answer["message"]), (answer.get("details") or {}).get("causes") or []
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return ObjectInvalid(f"HTTP {error.status}: {error.reason}")
+    status = told_by(error.body)
+    message = str(status.get("message", f"HTTP {error.status}: {error.reason}"))
+    causes = (status.get("details") or {}).get("causes") or []
     return ObjectInvalid(message, [(one["field"], str(one.get("message"))) for one in causes if _names_field(one)])
 
 

@@ -25,7 +25,7 @@ from poc_operator.apis.v1alpha1.schema import ApiModel, aliases
 from poc_operator.apis.v1alpha1.status import WorkStatus
 from poc_operator.basic_auth import BasicAuth
 from poc_operator.clients.errors import EvictionRefused, ObjectGone, StoreUnavailable, UnreadableObject
-from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors
+from poc_operator.clients.kube.connection import REQUEST_SECONDS, api_errors, told_by
 from poc_operator.credentials import secrets_of
 from poc_operator.observed import PodView
 
@@ -230,16 +230,9 @@ class ObjectStore:
                 )
             except ApiException as error:
                 if error.status == HTTPStatus.TOO_MANY_REQUESTS:
-                    raise EvictionRefused(_message(error)) from error
+                    message = told_by(error.body).get("message", f"HTTP {error.status}: {error.reason}")
+                    raise EvictionRefused(str(message)) from error
                 raise
-
-
-def _message(error: ApiException) -> str:
-    """Return what the API server says beside its status."""
-    try:
-        return str(json.loads(error.body or "")["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {error.status}: {error.reason}"
 
 
 def _token(secret: str, data: Mapping[str, str | bytes]) -> str:
