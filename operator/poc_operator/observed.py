@@ -295,10 +295,10 @@ class PodReport:
     time from one move to the next: a pod that computes in batches does not move within one. Both are 0 until it moves.
     ``in_flight`` says that it was told something whose outcome is not known yet, ``resumes`` whether it can begin a
     slot elsewhere than at index 0. ``answer`` is its last one about named nonces. ``told_auth`` is what this process
-    last told it for the receiver, and it took. ``spared`` says that it has refused lately, so that no other round is
-    stopped there to ask it again. ``schemes`` are those of artifacts that it offers, None if it was not
-    asked or did not tell. ``listens`` is False if nothing answered on the port, or something that
-    does not speak the protocol. ``heard`` says whether it has answered since this process first looked at the round.
+    last told it for the receiver, and it took. ``spared`` says that it has lately refused a start for which other work
+    was stopped, so that none is stopped to ask it again. ``schemes`` are those of artifacts that it offers, None if it
+    was not asked or did not tell. ``listens`` is False if nothing answered on the port, or something that does not
+    speak the protocol. ``heard`` says whether it has answered since this process first looked at the round.
     """
 
     status: StatusResponse | None = None
@@ -468,7 +468,8 @@ class GatewayReport:
 
     ``collected`` is what the gateway answered last, None if it had nothing then; ``asked`` is when that question was
     put, None if none was answered yet, and ``heard`` what pods had told before it, by their uids. ``error`` says why
-    the last question was not answered. ``rivals`` are nonces that wait for a decision.
+    the last question was not answered. ``rivals`` are nonces that wait for a decision. ``fallen`` are slots, by their
+    first nonces, of which it has fewer results than it had told, for the plan that first sees it.
     """
 
     callback: str
@@ -477,3 +478,19 @@ class GatewayReport:
     error: str | None = None
     rivals: Sequence[RivalNonce] = ()
     heard: Mapping[str, StatusResponse] = field(default_factory=dict)
+    fallen: frozenset[int] = frozenset()
+
+    def answered(
+        self,
+        collected: CollectedRound | None,
+        asked: datetime,
+        heard: Mapping[str, StatusResponse],
+        rivals: Sequence[RivalNonce] = (),
+    ) -> "GatewayReport":
+        """Return what is known after the next answer."""
+        before = {slot.slot: slot.stored for slot in self.collected.slots} if self.collected is not None else {}
+        now = {slot.slot: slot.stored for slot in collected.slots} if collected is not None else {}
+        fallen = self.fallen | {slot for slot, stored in before.items() if now.get(slot, 0) < stored}
+        return GatewayReport(
+            callback=self.callback, collected=collected, asked=asked, rivals=rivals, heard=heard, fallen=fallen
+        )

@@ -39,7 +39,7 @@ Emit = Callable[[WorkEvent], None]
 #: A pod that refuses to start is asked again after so many seconds, each time after twice as many.
 REFUSED_SECONDS = 5.0
 MOST_REFUSED_SECONDS = 60.0
-#: The same for pods that compute another round: that would be stopped for each try.
+#: The same for pods whose work was stopped for a start that they refused: it would be stopped for each try.
 SPARED_SECONDS = 60.0
 MOST_SPARED_SECONDS = 3600.0
 #: Seconds between two tries to evict a pod that may not be.
@@ -64,44 +64,61 @@ async def _client_to_order(clients: ClientOf, pod: PodView, may_act: Callable[[]
 
 @dataclasses.dataclass(frozen=True)
 class _Refusal:
-    """The last one of ``count`` in a row: reason and message, and when it came."""
+    """The last one of ``count`` in a row: reason and message, and when it came.
+
+    Other work had been stopped for ``takings`` of them, the last time at ``taken``.
+    """
 
     told: tuple[str, str]
     at: float
     count: int
+    taken: float = float("-inf")
+    takings: int = 0
 
-    def until(self, seconds: float, most: float) -> float:
-        """Return when it is forgotten that counts for so many seconds, and for twice as long with each in a row."""
-        return self.at + min(seconds * 2.0 ** min(self.count - 1, 16), most)
+    def counts(self, now: float) -> bool:
+        """Whether the pod is not to be asked again yet."""
+        return now < self.at + _growing(REFUSED_SECONDS, self.count, MOST_REFUSED_SECONDS)
+
+    def spares(self, now: float) -> bool:
+        """Whether no work is to be stopped to ask the pod again."""
+        return now < self.taken + _growing(SPARED_SECONDS, self.takings, MOST_SPARED_SECONDS)
+
+
+def _growing(seconds: float, count: int, most: float) -> float:
+    return min(seconds * 2.0 ** min(count - 1, 16), most)
 
 
 class Refusals:
     """Pods that refused to start, by their uids. ``clock`` returns seconds of any monotonic clock.
 
     A refusal counts for a while, so that slots do not go to and fro between pods that refuse. Then it is forgotten, and
-    the pod is asked again: later, and ever later, if the work of another round would be stopped for that.
+    the pod is asked again: later, and ever later, if work of others would be stopped for that, as it was before.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._found: dict[str, _Refusal] = {}
 
-    def add(self, uid: str, reason: str, message: str) -> None:
-        """Remember that a pod refused."""
-        before = self._found.get(uid)
-        count = before.count + 1 if before is not None else 1
-        self._found[uid] = _Refusal((reason, message), self._clock(), count)
+    def add(self, uid: str, reason: str, message: str, *, took: bool = False) -> None:
+        """Remember that a pod refused; ``took`` if other work was stopped for that."""
+        now, before = self._clock(), self._found.get(uid)
+        found = _Refusal((reason, message), now, 1) if before is None else before
+        if before is not None:
+            found = dataclasses.replace(before, told=(reason, message), at=now, count=before.count + 1)
+        if took:
+            takings = found.takings + 1 if now < found.taken + 2 * MOST_SPARED_SECONDS else 1
+            found = dataclasses.replace(found, taken=now, takings=takings)
+        self._found[uid] = found
 
     def of(self, uid: str) -> tuple[str, str] | None:
         """Return the pod's refusal, if it counts still."""
         found = self._found.get(uid)
-        counts = found is not None and self._clock() < found.until(REFUSED_SECONDS, MOST_REFUSED_SECONDS)
-        return found.told if found is not None and counts else None
+        return found.told if found is not None and found.counts(self._clock()) else None
 
     def spares(self, uid: str) -> bool:
         """Whether no work is to be stopped to ask the pod again."""
         found = self._found.get(uid)
-        return found is not None and self._clock() < found.until(SPARED_SECONDS, MOST_SPARED_SECONDS)
+        return found is not None and found.spares(self._clock())
 
     def forget(self, uid: str) -> None:
         """Forget a pod: it has accepted a start."""
@@ -141,6 +158,7 @@ class PodActions:
         # Answers to the starts of the last turn: what the pods' next reports cannot tell.
         self._started: dict[str, str] = {}
         self._refusals = Refusals(clock)
+        self._took: set[str] = set()  # uids of pods whose work was stopped for a start that is to follow
         self._start_errors: dict[str, str] = {}
         self._told: dict[str, BasicAuth | None] = {}  # what pods took for the receiver, by uid
         self._clock = clock
@@ -191,6 +209,7 @@ class PodActions:
     def forget_others(self, uids: Container[str]) -> None:
         """Forget what every pod but these was told for the receiver, and what it refused."""
         self._refusals.keep(uids)
+        self._took = {uid for uid in self._took if uid in uids}
         self._told = {uid: auth for uid, auth in self._told.items() if uid in uids}
 
     def _done(self, uid: str, task: asyncio.Task[None]) -> None:
@@ -221,12 +240,14 @@ class PodActions:
             )
             self._told[pod.uid] = start.auth
             self._refusals.forget(pod.uid)
+            self._took.discard(pod.uid)
             self._wake.set()
         except PodBusy as error:
             # What it computes is this slot, as after an answer that was lost, or other work: the next poll tells.
             self._log.info("start: %s", error)
         except PodRefused as error:
-            self._refusals.add(pod.uid, error.reason, str(error))
+            self._refusals.add(pod.uid, error.reason, str(error), took=pod.uid in self._took)
+            self._took.discard(pod.uid)
             self._wake.set()
         except PodError as error:
             # The outcome is unknown; the next poll tells, and a repeated start is harmless.
@@ -257,6 +278,8 @@ class PodActions:
         try:
             client = await _client_to_order(self._clients, stop.pod, self._may_act)
             await client.stop(base_url(stop.pod.ip or "", port), stop.round_id, preempted_by=stop.preempted_by)
+            if stop.preempted_by is not None:
+                self._took.add(stop.pod.uid)
             self._wake.set()
         except PodBusy:
             self._log.info("stop: the pod computes another round by now")

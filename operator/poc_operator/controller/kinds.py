@@ -25,7 +25,7 @@ from poc_operator.controller.observing import GatewayObserver
 from poc_operator.credentials import RATE_LIMIT
 from poc_operator.leases import LEASE_SECONDS, Renewal
 from poc_operator.observed import GatewayReport, PodReport
-from poc_operator.planning.eligibility import usable_pods
+from poc_operator.planning.eligibility import takeable_pods
 from poc_operator.planning.queue import as_other
 from poc_operator.planning.snapshot import DecideRivals, OtherRound, Snapshot, Step, Work
 from poc_operator.rounds import plan as rounds
@@ -133,7 +133,9 @@ class RoundPlanner(Planner[PoCRound]):
         return rounds.plan(self._snapshot(seen))
 
     def recorded(self, step: Step[Any]) -> None:
-        """Tell the gateway what was decided about rivals."""
+        """Tell the gateway what was decided about rivals. What it has lost is heeded by now."""
+        if self._gateway is not None and self._report is not None:
+            self._gateway.heeded(self._report.fallen)
         for action in step.actions:
             if isinstance(action, DecideRivals) and self._gateway is not None:
                 self._gateway.decide(action.decisions)
@@ -141,7 +143,7 @@ class RoundPlanner(Planner[PoCRound]):
     def told_others(self, seen: Snapshot[PoCRound], step: Step[Any]) -> OtherRound | None:
         """Return the round's place in the queue for pods, those that it has, and those that it wants."""
         snapshot = self._snapshot(seen)
-        return as_other(seen.work, step.status, lambda: usable_pods(snapshot), blocked=snapshot.blocked is not None)
+        return as_other(seen.work, step.status, lambda: takeable_pods(snapshot), blocked=snapshot.blocked is not None)
 
     async def close(self) -> None:
         """Give up the question that is under way."""

@@ -422,6 +422,10 @@ class GatewayObserver:
             await asyncio.wait({self._asking}, timeout=WAIT_SECONDS)
         return self._report
 
+    def heeded(self, fallen: frozenset[int]) -> None:
+        """Forget the slots of which results were lost: a plan that follows from it is recorded."""
+        self._report = replace(self._report, fallen=self._report.fallen - fallen)
+
     def decide(self, decisions: Sequence[Decision]) -> None:
         """Tell the gateway which results are honest, unless it is being told."""
         if self._telling is None:
@@ -454,8 +458,6 @@ class GatewayObserver:
                 self._log.warning("%s", error)
             self._report = replace(self._report, error=str(error))
         else:
-            self._report = GatewayReport(
-                callback=self._report.callback, collected=collected, asked=asked, rivals=rivals, heard=heard
-            )
+            self._report = self._report.answered(collected, asked, heard, rivals)
         finally:
             self._asking = None

@@ -165,16 +165,15 @@ def may_replace(snapshot: Snapshot[Work], report: PodReport) -> bool:
 
 
 def usable_pods(snapshot: Snapshot[Work]) -> list[PodView]:
-    """Pods that are ready, answer, can do the work, and are not barred by their fleet.
-
-    One that computes other work, and has refused this lately, can not: the other would be stopped for nothing.
-    """
+    """Pods that are ready, answer, can do the work, and are not barred by their fleet."""
     spec = snapshot.work.spec
-    return [
-        pod
-        for pod, report in snapshot.answering
-        if not (pod.barred or incompatibility(spec, report) or _is_spared(snapshot, report))
-    ]
+    return [pod for pod, report in snapshot.answering if not pod.barred and incompatibility(spec, report) is None]
+
+
+def takeable_pods(snapshot: Snapshot[Work]) -> list[PodView]:
+    """Usable pods, busy or not, without those whose work was stopped before for a start that they refused."""
+    reports = snapshot.reports
+    return [pod for pod in usable_pods(snapshot) if not _is_spared(snapshot, reports[pod.uid])]
 
 
 def _is_spared(snapshot: Snapshot[Work], report: PodReport) -> bool:

@@ -200,6 +200,7 @@ class Loss(StrEnum):
     LEASE_EXPIRED = "LeaseExpired"
     REFUSED = "Refused"
     PREEMPTED = "Preempted"
+    RESULTS_LOST = "ResultsLost"
 
 
 @dataclass(frozen=True, kw_only=True)

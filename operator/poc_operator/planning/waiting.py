@@ -12,6 +12,7 @@ from poc_operator.planning.eligibility import (
     computes_other_work,
     incompatibility,
     named,
+    takeable_pods,
     usable_pods,
     why_not_ready,
 )
@@ -119,7 +120,8 @@ def _first_of(snapshot: Snapshot[Work], pods: Sequence[PodView]) -> OtherRound |
 
 def is_queued(snapshot: Snapshot[Work]) -> bool:
     """Whether other rounds of the namespace have every pod that can do the work, or get it first."""
-    return _first_of(snapshot, usable_pods(snapshot)) is not None
+    pods = usable_pods(snapshot)
+    return _first_of(snapshot, pods) is not None or (bool(pods) and not takeable_pods(snapshot))
 
 
 def holders(snapshot: Snapshot[Work], pods: Sequence[PodView]) -> str:

@@ -16,7 +16,7 @@ long as a large one. Its index moves at the end of a batch alone. So there is al
 import math
 from collections.abc import Sequence
 
-from poc_operator.apis.v1alpha1.round import Assignment, Stop
+from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus, Stop
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.planning.snapshot import ExtendPod
 from poc_operator.rounds.counters import is_doubted, is_settled
@@ -43,7 +43,7 @@ def grant(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     stop, slots = snapshot.round.spec.stop, step.status.assignments
     if step.status.stop_time or stop is None or stop.after_seconds is not None:
         return step
-    if stop.after_nonces is not None and _nobody_works(snapshot, step):
+    if stop.after_nonces is not None and nobody_works(snapshot, step.status):
         slots = _with_rest(snapshot, slots, stop.after_nonces)
     needy, left = [slot for slot in slots if _needs_more(snapshot, slot)], _left(snapshot, stop, slots)
     if not left and stop.after_valid is not None:
@@ -68,20 +68,16 @@ def waits_for_more(snapshot: RoundSnapshot, slot: Assignment) -> bool:
     return _told_delivered(snapshot, slot) >= slot.next >= slot.end
 
 
-def _nobody_works(snapshot: RoundSnapshot, step: RoundStep) -> bool:
-    """Whether pods have waited for more for as long as one may get nothing done, with time left to do it."""
-    spec, since = snapshot.round.spec, step.status.idle_time
+def nobody_works(snapshot: RoundSnapshot, status: RoundStatus) -> bool:
+    """Whether no pod has got on for as long as one may get nothing done, with time left to do it."""
+    spec, since = snapshot.round.spec, status.idle_time
     patience = min(spec.stall.after_seconds, spec.start_deadline_seconds // 2)
     return since is not None and snapshot.seconds_since(since) >= patience
 
 
 def _with_rest(snapshot: RoundSnapshot, slots: Sequence[Assignment], after_nonces: int) -> list[Assignment]:
-    """Return the slots after those that wait for more got what is not delivered: all of it, so that they wait once.
-
-    Of pods that are not believed each may be honest, and the gateway have lost results. They get it if no other waits.
-    """
-    waiting = [slot for slot in slots if waits_for_more(snapshot, slot)]
-    waiting = [slot for slot in waiting if not is_doubted(slot)] or waiting
+    """Return the slots after those that wait for more got what is not delivered: all of it, so that they wait once."""
+    waiting = [slot for slot in slots if waits_for_more(snapshot, slot) and not is_doubted(slot)]
     left = max(0, after_nonces - sum(slot.delivered for slot in slots))
     shares = {(slot.node, slot.group): math.ceil(left / len(waiting)) for slot in waiting}
     return [_extended(slot, shares.get((slot.node, slot.group))) for slot in slots]

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment
+from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.planning.snapshot import WorkEvent
 from poc_operator.rounds.snapshot import RoundSnapshot
 from vllm_poc.wire.answers import StatusResponse
@@ -87,7 +88,7 @@ def counted(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
     if stored is None:
         nothing = not resumes and snapshot.gateway_answered and not snapshot.gateway_contradicts(slot)
         return slot.model_copy(update={"delivered": 0, "valid": 0}) if nothing else slot
-    told = (slot.delivered, slot.valid) if resumes and not _is_lost(snapshot, slot) else (0, 0)
+    told = (slot.delivered, slot.valid) if resumes else (0, 0)
     delivered = max(told[0], stored.delivered_index)
     return slot.model_copy(
         update={
@@ -98,19 +99,15 @@ def counted(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
     )
 
 
-def _is_lost(snapshot: RoundSnapshot, slot: Assignment) -> bool:
-    """Whether the gateway has fewer results of the slot than were counted, and was asked after these were delivered.
-
-    It has lost them, as after a restore, or the pod has told of more while the gateway did not answer.
-    """
-    heard = snapshot.heard_of(slot)
-    if heard is None or not _is_of(snapshot, slot, heard) or heard.delivered_index < slot.delivered:
-        return False
-    results = slot.valid
-    if snapshot.round.spec.protocol is not Protocol.DISTANCE:
-        results = max(results, slot.delivered - slot.rejected_before - heard.delivered_rejected)
-    stored, _ = _stored(snapshot, slot)
-    return snapshot.gateway_answers and not snapshot.gateway_contradicts(slot) and stored < results
+def with_losses(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
+    """Return the slot with what is left of it in a gateway that has lost results: it goes on from there."""
+    stored, end = _stored(snapshot, slot)
+    is_distance = snapshot.round.spec.protocol is Protocol.DISTANCE
+    left = min(slot.delivered, end if is_distance else stored + slot.rejected)
+    counts = {"delivered": left, "valid": min(slot.valid, stored)}
+    if slot.state in (SlotState.WAITING, SlotState.STARTING):
+        counts |= {"start": left, "next": left, "valid_before": counts["valid"], "rejected_before": slot.rejected}
+    return slot.model_copy(update=counts)
 
 
 def told_counts(snapshot: RoundSnapshot, slot: Assignment, status: StatusResponse) -> Mapping[str, int]:

@@ -24,7 +24,7 @@ def lose(
 
     With ``unbind`` the slot waits for a free pod; else its own pod is told again. What the cluster's infrastructure
     ended does not count against the budget, nor a deleted pod that has stopped in time, nor what only a lease has
-    ended, nor what a round took over that goes before this one, whatever becomes of that.
+    ended, nor what a round took over that goes before this one, whatever becomes of that, nor what a gateway has lost.
     """
     slot = slot.model_copy(update={"lease_end_time": None, "unconfirmed": False})
     if snapshot.round.status.stop_time is not None:
@@ -50,7 +50,7 @@ def _cause(snapshot: RoundSnapshot, slot: Assignment, loss: Loss, why: str) -> t
     taker = taken_over(snapshot, slot)
     if taker is not None:
         return f"pod {slot.pod} is for round {taker.name}, which goes first", Loss.PREEMPTED, True
-    if loss is Loss.PREEMPTED:
+    if loss in (Loss.PREEMPTED, Loss.RESULTS_LOST):
         return why, loss, True
     if loss is Loss.STOPPED and snapshot.known_rounds is None:
         return why, loss, True  # perhaps for another round, which nobody knows yet

@@ -8,20 +8,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.apis.v1alpha1.round import Assignment
+from poc_operator.apis.v1alpha1.round import Assignment, RetryPolicy
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.eligibility import computes_other_work, holder, may_replace, why_not_ready
 from poc_operator.planning.queue import taken_over
 from poc_operator.planning.snapshot import Loss, WorkEvent
+from poc_operator.rounds.allowance import nobody_works
 from poc_operator.rounds.counters import (
     contradiction,
     counted,
     doubt,
+    is_doubted,
     is_settled,
     settled_before,
     told_counts,
     undelivered,
+    with_losses,
 )
 from poc_operator.rounds.leaving import lease_end, lease_over, leave, why_leaving
 from poc_operator.rounds.loss import lose, release, silent_for_long, stall, stalled_for_long, why_ended
@@ -165,12 +168,31 @@ def _doubtful(view: SlotView) -> Change | None:
     return doubt(view.slot, why) if known and why is not None else None
 
 
+def _results_lost(view: SlotView) -> Change | None:
+    """The slot's pod would not send again what the gateway lacks: it is told anew where to begin.
+
+    The gateway has lost it, as after a restore, for all that it had told before. Or one of the two tells what is not
+    true, and nobody gets on for that.
+    """
+    snapshot, slot = view.snapshot, view.slot
+    goes_on = view.report.resumes and snapshot.round.spec.retry.policy is RetryPolicy.RESUME
+    runs = view.ours and view.computing and slot.state is SlotState.RUNNING
+    if not (runs and goes_on) or view.ending:
+        return None
+    if snapshot.has_lost(slot):
+        why = "the gateway has fewer results of the slot than it had told"
+        return lose(snapshot, slot, Loss.RESULTS_LOST, why)
+    if is_doubted(slot) and nobody_works(snapshot, snapshot.round.status):
+        return lose(snapshot, slot, Loss.STALLED, slot.error or f"pod {slot.pod} is not believed")
+    return None
+
+
 def _runs(view: SlotView) -> Change | None:
     """The pod computes this round: adopt it if unconfirmed, take its counters if it is the known one."""
     status = view.status
     if status is None or not (view.ours and view.computing):
         return None
-    if view.slot.state is SlotState.STARTING:
+    if view.slot.state is SlotState.STARTING and view.slot.lost is None:
         return _count(view, _confirm(view.slot, status.session_id), status), None
     if view.slot.session != status.session_id:
         return None
@@ -268,6 +290,7 @@ _RULES: tuple[Rule, ...] = (
     _leaves,
     _start_accepted,
     _unreachable,
+    _results_lost,
     _doubtful,
     _runs,
     _not_started_yet,
@@ -284,6 +307,7 @@ def observe(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
 
 
 def _observe_slot(snapshot: RoundSnapshot, recorded: Assignment) -> Change:
+    recorded = with_losses(snapshot, recorded) if snapshot.has_lost(recorded) else recorded
     slot = counted(snapshot, recorded)  # what is lost goes on from there
     view = SlotView(snapshot=snapshot, slot=slot, pod=snapshot.existing_pod_of(slot), report=snapshot.report_of(slot))
     seen, event = next(change for rule in _RULES if (change := rule(view)))

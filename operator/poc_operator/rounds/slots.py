@@ -10,7 +10,13 @@ from collections.abc import Collection, Iterable
 from poc_operator.apis.v1alpha1.round import MAX_SLOTS, Assignment
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import PodReport, PodView
-from poc_operator.planning.eligibility import computes_other_work, incompatibility, may_replace, usable_pods
+from poc_operator.planning.eligibility import (
+    computes_other_work,
+    incompatibility,
+    may_replace,
+    takeable_pods,
+    usable_pods,
+)
 from poc_operator.planning.queue import in_turn
 from poc_operator.rounds.ownership import is_stray
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
@@ -23,7 +29,7 @@ def free_pods(snapshot: RoundSnapshot, assignments: Iterable[Assignment]) -> lis
     slots = list(assignments)
     taken = {slot.uid for slot in slots if slot.state.active}
     last = given_up(slots)
-    pods = [(pod, snapshot.reports[pod.uid]) for pod in usable_pods(snapshot) if pod.uid not in taken]
+    pods = [(pod, snapshot.reports[pod.uid]) for pod in takeable_pods(snapshot) if pod.uid not in taken]
     idle = [(pod, report) for pod, report in pods if not (computes_other_work(snapshot, report) or is_stray(report))]
     idle.sort(key=lambda one: (one[1].status is not None and one[1].status.paused_by is not None, one[0].uid in last))
     busy = [pod for pod, report in pods if computes_other_work(snapshot, report) and may_replace(snapshot, report)]

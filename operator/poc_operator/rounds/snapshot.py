@@ -101,6 +101,10 @@ class RoundSnapshot(Snapshot[PoCRound]):
         """Whether what the gateway told of the slot cannot be true."""
         return self._offset(slot) in self.gateway_contradictions
 
+    def has_lost(self, slot: Assignment) -> bool:
+        """Whether the gateway has fewer results of the slot than it had told."""
+        return self.gateway is not None and self._offset(slot) in self.gateway.fallen
+
     def _offset(self, slot: Assignment) -> int:
         return slot.node + slot.group * self.round.spec.nodes.count
 

@@ -19,7 +19,7 @@ from poc_operator.planning.snapshot import StartPod
 from poc_operator.rounds.counters import PATIENCE, counted
 from poc_operator.rounds.ownership import is_stray
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
-from poc_operator.rounds.stop import computed_slots
+from poc_operator.rounds.stop import computed_slots, is_of_slot
 from vllm_poc.wire.answers import PowState, StatusResponse
 from vllm_poc.wire.messages import InitGenerateRequest, Protocol
 
@@ -32,6 +32,8 @@ def catch_up(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
 def _caught_up(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
     if slot.lost is None or slot.state is not SlotState.STARTING or not _knows(snapshot, slot.lost):
         return slot
+    if _computes_on(snapshot, slot):
+        return slot
     found: dict[str, object] = {"lost": None}
     if snapshot.round.spec.retry.policy is RetryPolicy.RESUME:
         found |= {
@@ -43,6 +45,16 @@ def _caught_up(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
         if snapshot.is_whole(slot):
             found["state"] = SlotState.DONE
     return slot.model_copy(update=found)
+
+
+def _computes_on(snapshot: RoundSnapshot, slot: Assignment) -> bool:
+    """Whether the pod still computes what was lost, which it is told to stop."""
+    status = snapshot.report_of(slot).status
+    return (
+        status is not None
+        and (status.state, status.round_id) == (PowState.GENERATING, snapshot.round.id)
+        and is_of_slot(status, slot)
+    )
 
 
 def _knows(snapshot: RoundSnapshot, lost: datetime) -> bool:

@@ -81,7 +81,8 @@ def _computing(snapshot: RoundSnapshot) -> list[tuple[PodView, StatusResponse]]:
 
 
 def _owns(slot: Assignment | None, status: StatusResponse) -> bool:
-    return slot is not None and is_of_slot(status, slot)
+    # What is lost is not adopted: the pod begins anew, and may have begun there before.
+    return slot is not None and slot.lost is None and is_of_slot(status, slot)
 
 
 #: So long a pod that does not answer is waited for when its round ends. One that answers is waited for until it has

@@ -22,7 +22,7 @@ from poc_operator.controller.other_rounds import OtherRounds
 from poc_operator.controller.stored_object import READ_SECONDS, StatusRecorder
 from poc_operator.leases import Renewal
 from poc_operator.observed import GatewayReport, PodReport, PodView
-from poc_operator.planning.eligibility import usable_pods
+from poc_operator.planning.eligibility import takeable_pods
 from poc_operator.planning.queue import as_other
 from poc_operator.planning.snapshot import DeletePod, DeleteWork, ExtendPod, StartPod, StopPod
 from poc_operator.rounds.leaving import renewal
@@ -121,6 +121,7 @@ class RoundLoop:
     in_flight: dict[str, PodOrder] = field(default_factory=dict)  # by pod uid
     started: dict[str, str] = field(default_factory=dict)
     start_errors: dict[str, str] = field(default_factory=dict)
+    took: set[str] = field(default_factory=set)  # pods whose work was stopped for a start that is to follow
     gateway: GatewayReport | None = None
     deleted_since: float | None = None
     planned: PoCRound | None = None
@@ -183,6 +184,7 @@ class RoundLoop:
         except ObjectGone:
             self.operator.drop(self.uid)
             return
+        self.gateway = self.gateway and replace(self.gateway, fallen=frozenset())
         yield Step.RECORDED
         for action in step.actions:
             if isinstance(action, DeleteWork):
@@ -233,7 +235,10 @@ class RoundLoop:
         self.refusals.keep(polled if work.status.stop_time is None else ())
         heard = {uid: report.status for uid, report in polled.items() if report.status is not None}
         answer = self.operator.world.ask_gateway(work, self.gateway)
-        self.gateway = answer and (answer if answer.error else replace(answer, asked=self.operator.now, heard=heard))
+        if answer is not None and not answer.error:
+            known = self.gateway or a_gateway()
+            answer = known.answered(answer.collected, self.operator.now, heard)
+        self.gateway = answer
 
     def _snapshot(
         self, work: PoCRound, pods: list[PodView], others: list[PodView], reports: dict[str, PodReport]
@@ -253,7 +258,7 @@ class RoundLoop:
     def _plan(self, snapshot: RoundSnapshot) -> RoundStep:
         """Plan, and tell the other rounds."""
         step = plan(snapshot)
-        told = as_other(snapshot.work, step.status, lambda: usable_pods(snapshot), blocked=False)
+        told = as_other(snapshot.work, step.status, lambda: takeable_pods(snapshot), blocked=False)
         self.operator.board.put(self.uid, told)
         able = (pod.uid for pod, report in snapshot.answering if report.refusal is None)
         self.planned, self.status, self.usable = snapshot.round, step.status, frozenset(able)

@@ -302,6 +302,7 @@ class NamespaceWorld:
                 self._start(order, pod, signed, awaited=awaited, told=told)
             case StopPod(round_id=round_id, preempted_by=taker):
                 self.stop(pod, round_id, StopReason.REQUESTED if taker is None else StopReason.PREEMPTED)
+                order.loop.took |= set() if taker is None else {pod.uid}
             case ExtendPod(request=extension):
                 pod.extend(extension)
 
@@ -313,7 +314,8 @@ class NamespaceWorld:
             session = pod.start(request, self.seconds)
         except Refused:
             if told:
-                order.loop.refusals.add(pod.uid, "EngineNotReady", "not now")
+                order.loop.refusals.add(pod.uid, "EngineNotReady", "not now", took=pod.uid in order.loop.took)
+                order.loop.took.discard(pod.uid)
             return
         if session is None:
             return  # busy: the next poll tells
@@ -321,6 +323,7 @@ class NamespaceWorld:
         if told:
             order.loop.started[pod.uid] = session
             order.loop.refusals.forget(pod.uid)
+            order.loop.took.discard(pod.uid)
 
     def stop(self, pod: NamespacePod, round_id: str | None, reason: StopReason = StopReason.REQUESTED) -> None:
         """Stop a pod if it computes this round, or whatever it is; it delivers what it has."""

@@ -10,6 +10,7 @@ from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.controller.actions import Refusals
 from poc_operator.planning.snapshot import StopPod
+from poc_operator.planning.waiting import is_queued
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
 from vllm_poc.wire.answers import PowState
@@ -78,24 +79,43 @@ def test_a_round_that_pods_refused_stops_no_other_to_ask_again() -> None:
     assert len(plan(look(a_round(**REPLACES), (a_pod("a"), idle))).actions) == 1, "nobody is stopped for that"
 
 
-def test_a_refusal_spares_other_rounds_longer_with_each_in_a_row() -> None:
+def test_a_refusal_after_another_round_was_stopped_spares_the_others_longer_with_each() -> None:
     now = [0.0]
     refusals = Refusals(lambda: now[0])
-    for asked_again, taken_again in [(5, 60), (10, 120), (20, 240), (40, 480), (60, 960)]:
-        refusals.add("a", "EngineNotReady", "not now")
+    for taken_again in (60, 120, 240, 480, 960):
+        refusals.add("a", "EngineNotReady", "not now", took=True)
         since = now[0]
-        now[0] = since + asked_again - 1
-        assert refusals.of("a") == ("EngineNotReady", "not now")
-        now[0] = since + asked_again
-        assert (refusals.of("a"), refusals.spares("a")) == (None, True)
         now[0] = since + taken_again - 1
         assert refusals.spares("a")
         now[0] = since + taken_again
         assert not refusals.spares("a")
     for _ in range(2_000):
-        refusals.add("a", "EngineNotReady", "not now")
+        refusals.add("a", "EngineNotReady", "not now", took=True)
     now[0] += 3_600
     assert not refusals.spares("a")
-    refusals.add("a", "EngineNotReady", "not now")
+    now[0] += 3_600
+    refusals.add("a", "EngineNotReady", "not now", took=True)
+    now[0] += 60
+    assert not refusals.spares("a"), "what is long ago does not count"
+    refusals.add("a", "EngineNotReady", "not now", took=True)
     refusals.forget("a")
     assert (refusals.of("a"), refusals.spares("a")) == (None, False)
+
+
+def test_a_refusal_that_cost_nobody_anything_spares_nobody() -> None:
+    now = [0.0]
+    refusals = Refusals(lambda: now[0])
+    for asked_again in (5, 10, 20, 40, 60, 60):
+        refusals.add("a", "EngineNotReady", "not now")
+        since = now[0]
+        now[0] = since + asked_again - 1
+        assert (refusals.of("a"), refusals.spares("a")) == (("EngineNotReady", "not now"), False)
+        now[0] = since + asked_again
+        assert refusals.of("a") is None
+
+
+def test_the_start_deadline_does_not_run_while_others_are_spared() -> None:
+    spared = replace(says(GENERATING, round_id="older"), spared=True)
+    for report, waits in ((spared, True), (replace(spared, spared=False), False)):
+        snapshot = look(a_round(**REPLACES), (a_pod("a"), report))
+        assert is_queued(snapshot) is waits
