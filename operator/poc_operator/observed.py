@@ -479,18 +479,3 @@ class GatewayReport:
     rivals: Sequence[RivalNonce] = ()
     heard: Mapping[str, StatusResponse] = field(default_factory=dict)
     fallen: frozenset[int] = frozenset()
-
-    def answered(
-        self,
-        collected: CollectedRound | None,
-        asked: datetime,
-        heard: Mapping[str, StatusResponse],
-        rivals: Sequence[RivalNonce] = (),
-    ) -> "GatewayReport":
-        """Return what is known after the next answer."""
-        before = {slot.slot: slot.stored for slot in self.collected.slots} if self.collected is not None else {}
-        now = {slot.slot: slot.stored for slot in collected.slots} if collected is not None else {}
-        fallen = self.fallen | {slot for slot, stored in before.items() if now.get(slot, 0) < stored}
-        return GatewayReport(
-            callback=self.callback, collected=collected, asked=asked, rivals=rivals, heard=heard, fallen=fallen
-        )

@@ -116,5 +116,7 @@ def test_a_newer_round_replaces_an_older_one_which_then_goes_on(kube: Kube, roun
     )
     rounds.patch("older", suspend=True)
     rounds.wait("older", "condition=Suspended")
-    assert_nothing_is_missing(rounds.settled("older"), receiver)
+    settled = rounds.settled("older")
+    assert_nothing_is_missing(settled, receiver)
+    assert all(slot.attempts - slot.disruptions <= 1 for slot in settled.status.assignments), "that is no retry"
     ready(kube)

@@ -2,7 +2,7 @@
 """Whole rounds whose pods deliver to a gateway: ours, and those with the reference implementation."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 
 from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.apis.v1alpha1.round import RoundStatus
+from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState, State
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.clients.pods.client import PodClient
@@ -96,6 +96,29 @@ async def test_what_a_pod_delivered_before_it_left_counts(
     assert status.totals.delivered == status.totals.valid == len(collecting.stored)
     for slot in status.assignments:
         assert indices(collecting, slot.group) == list(range(slot.delivered))
+
+
+async def test_a_gateway_that_has_lost_results_gets_them_anew(fleet: RoundFleet, collecting: Gateway) -> None:
+    """As after a restore. A reference pod computes on, so that its slots have a gap, and less counts."""
+
+    async def until_each(test: Callable[[Assignment], bool]) -> None:
+        await fleet.reconcile_until(lambda status: bool(status.assignments) and all(map(test, status.assignments)))
+
+    fleet.change(stop=None)
+    # Far more than is delivered between two questions: less would not be known to be lost.
+    await until_each(lambda slot: slot.delivered > 4_000)
+    collecting.stored -= {nonce for nonce in collecting.stored if nonce >= 40}
+    if isinstance(fleet, ReferenceFleet):
+        await until_each(lambda slot: slot.delivered <= 20)
+    else:
+        await until_each(lambda slot: bool(slot.disruptions and slot.session))
+        await until_each(lambda slot: slot.delivered > 8_000)
+    fleet.change(finish=True)
+    status = await fleet.reconcile_until(complete)
+    for slot in status.assignments:
+        assert slot.delivered <= len(indices(collecting, slot.group)), "no more is counted than there is"
+        assert slot.attempts - slot.disruptions == 1, "nobody is charged for it"
+    assert degraded(status)[0] != Reason.REPORT_CONTRADICTORY
 
 
 async def test_a_gateway_that_is_away_is_told_and_the_round_goes_on(fleet: RoundFleet, collecting: Gateway) -> None:

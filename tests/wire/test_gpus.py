@@ -154,3 +154,22 @@ async def test_a_driver_that_tells_of_no_events_tells_the_rest(pod: Pod, monkeyp
     monkeypatch.setitem(sys.modules, "pynvml", binding(nvmlEventSetCreate=refuse))
     first, _ = (await ask(pod))["devices"]
     assert (first["xid_errors"], first["utilization_percent"]) == (None, 87)
+
+
+async def test_an_error_of_a_gpu_that_is_lost_counts(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has fallen off the bus, and cannot tell which one it was."""
+
+    def refuse(_: object) -> int:
+        raise NvmlError("GPU is lost")
+
+    monkeypatch.setitem(sys.modules, "pynvml", binding(**events((0, 8, 79)) | {"nvmlDeviceGetIndex": refuse}))
+    first, _ = (await ask(pod))["devices"]
+    assert (first["xid_errors"], first["last_xid"]) == (1, 79)
+
+
+async def test_an_older_binding_tells_the_rest(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = binding(**events())
+    del module.nvmlEventSetWait_v2
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    first, _ = (await ask(pod))["devices"]
+    assert (first["xid_errors"], first["utilization_percent"]) == (None, 87)

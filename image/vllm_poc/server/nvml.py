@@ -50,6 +50,7 @@ class XidErrors:
     def __init__(self, nvml: ModuleType) -> None:
         self._nvml = nvml
         self._found: dict[int, tuple[int, int | None]] = {}  # count and last number, by the GPU's index
+        self._wait, self._index_of = nvml.nvmlEventSetWait_v2, nvml.nvmlDeviceGetIndex
         self._events = nvml.nvmlEventSetCreate()
         self._taking = Lock()
         for index in range(nvml.nvmlDeviceGetCount()):
@@ -62,12 +63,19 @@ class XidErrors:
         """Return how many there were, and the number of the last one, by the GPU's index."""
         with self._taking, suppress(self._nvml.NVMLError):  # as when there are no more
             for _ in range(_MOST_EVENTS):
-                event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
-                if event.eventType == _EVENT_XID and event.eventData not in _XIDS_OF_PROGRAMS:
-                    index = self._nvml.nvmlDeviceGetIndex(event.device)
-                    count, _ = self._found.get(index, (0, None))
-                    self._found[index] = count + 1, event.eventData
+                event = self._wait(self._events, 0)
+                if event.eventData not in _XIDS_OF_PROGRAMS:
+                    for index in self._of(event.device):
+                        count, _ = self._found.get(index, (0, None))
+                        self._found[index] = count + 1, event.eventData
         return dict(self._found)
+
+    def _of(self, device: object) -> list[int]:
+        """Return the index of a GPU. One that is lost cannot tell it: it may be each."""
+        try:
+            return [self._index_of(device)]
+        except self._nvml.NVMLError:
+            return list(self._found)
 
 
 def read_gpus() -> GpusResponse:

@@ -101,10 +101,9 @@ class Refusals:
 
     def add(self, uid: str, reason: str, message: str, *, took: bool = False) -> None:
         """Remember that a pod refused; ``took`` if other work was stopped for that."""
-        now, before = self._clock(), self._found.get(uid)
-        found = _Refusal((reason, message), now, 1) if before is None else before
-        if before is not None:
-            found = dataclasses.replace(before, told=(reason, message), at=now, count=before.count + 1)
+        now, told = self._clock(), (reason, message)
+        before = self._found.get(uid) or _Refusal(told, now, 0)
+        found = dataclasses.replace(before, told=told, at=now, count=before.count + 1)
         if took:
             takings = found.takings + 1 if now < found.taken + 2 * MOST_SPARED_SECONDS else 1
             found = dataclasses.replace(found, taken=now, takings=takings)
@@ -205,6 +204,7 @@ class PodActions:
     def forget_refusals(self) -> None:
         """Forget what pods refused: nothing is started any more, and what comes next is another try."""
         self._refusals.keep(())
+        self._took.clear()
 
     def forget_others(self, uids: Container[str]) -> None:
         """Forget what every pod but these was told for the receiver, and what it refused."""

@@ -133,9 +133,9 @@ class RoundPlanner(Planner[PoCRound]):
         return rounds.plan(self._snapshot(seen))
 
     def recorded(self, step: Step[Any]) -> None:
-        """Tell the gateway what was decided about rivals. What it has lost is heeded by now."""
+        """Tell the gateway what was decided about rivals, and forget its losses, which the plan knew."""
         if self._gateway is not None and self._report is not None:
-            self._gateway.heeded(self._report.fallen)
+            self._gateway.planned(self._report)
         for action in step.actions:
             if isinstance(action, DecideRivals) and self._gateway is not None:
                 self._gateway.decide(action.decisions)

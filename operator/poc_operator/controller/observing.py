@@ -25,7 +25,7 @@ from poc_operator.clients.pods.reference_pods import ReferenceStatus, as_ours
 from poc_operator.controller.event_loop import MOST_POLLS, FewRequests
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.leases import Renewal
-from poc_operator.observed import Decision, GatewayReport, PodReport, PodView
+from poc_operator.observed import CollectedRound, Decision, GatewayReport, PodReport, PodView, RivalNonce
 from poc_operator.planning.snapshot import Work
 from vllm_poc.wire.answers import PowState, StatusResponse
 from vllm_poc.wire.messages import LeaseRenewal, Protocol, Scheme
@@ -400,6 +400,28 @@ ASK_SECONDS = 2.0
 WAIT_SECONDS = 0.5
 
 
+def after_answer(
+    known: GatewayReport,
+    collected: CollectedRound | None,
+    asked: datetime,
+    heard: Mapping[str, StatusResponse],
+    rivals: Sequence[RivalNonce] = (),
+) -> GatewayReport:
+    """Return what is known after the next answer."""
+    fallen = known.fallen | _fallen(known.collected, collected)
+    return GatewayReport(
+        callback=known.callback, collected=collected, asked=asked, rivals=rivals, heard=heard, fallen=fallen
+    )
+
+
+def _fallen(before: CollectedRound | None, now: CollectedRound | None) -> frozenset[int]:
+    """Return the slots of which the gateway has fewer results now. A round that it does not know tells of none."""
+    if before is None or now is None:
+        return frozenset()
+    stored = {slot.slot: slot.stored for slot in now.slots}
+    return frozenset(slot.slot for slot in before.slots if stored.get(slot.slot, 0) < slot.stored)
+
+
 class GatewayObserver:
     """The answers about one round. ``clock`` returns seconds of any monotonic clock."""
 
@@ -422,9 +444,9 @@ class GatewayObserver:
             await asyncio.wait({self._asking}, timeout=WAIT_SECONDS)
         return self._report
 
-    def heeded(self, fallen: frozenset[int]) -> None:
-        """Forget the slots of which results were lost: a plan that follows from it is recorded."""
-        self._report = replace(self._report, fallen=self._report.fallen - fallen)
+    def planned(self, report: GatewayReport) -> None:
+        """Forget the losses that this report told of: a plan that knew it is recorded."""
+        self._report = replace(self._report, fallen=_fallen(report.collected, self._report.collected))
 
     def decide(self, decisions: Sequence[Decision]) -> None:
         """Tell the gateway which results are honest, unless it is being told."""
@@ -458,6 +480,6 @@ class GatewayObserver:
                 self._log.warning("%s", error)
             self._report = replace(self._report, error=str(error))
         else:
-            self._report = self._report.answered(collected, asked, heard, rivals)
+            self._report = after_answer(self._report, collected, asked, heard, rivals)
         finally:
             self._asking = None

@@ -196,7 +196,8 @@ def _entry(entry: FleetPod, before: FleetPod | None, pod: PodView, port: int, er
     before = before or entry
     last, first = before.memory_errors, before.memory_errors_before
     # A new server of the pod counts from nothing.
-    begins_anew = errors.xids is None or (before.xid_errors is not None and errors.xids < before.xid_errors)
+    has_more = errors.xids is not None and errors.xids > (before.xid_errors or 0)
+    xids, last_xid = (errors.xids, errors.last_xid) if has_more else (before.xid_errors, before.last_xid)
     return entry.model_copy(
         update={
             "stage": stage_of(pod, port),
@@ -204,7 +205,7 @@ def _entry(entry: FleetPod, before: FleetPod | None, pod: PodView, port: int, er
             # Of the GPUs, whichever server runs on them.
             "memory_errors": last if errors.memory is None else errors.memory,
             "memory_errors_before": errors.memory if first is None else first,
-            "xid_errors": before.xid_errors if begins_anew else errors.xids,
-            "last_xid": before.last_xid if errors.last_xid is None else errors.last_xid,
+            "xid_errors": errors.xids if xids is None else xids,
+            "last_xid": last_xid,
         }
     )

@@ -176,6 +176,11 @@ def takeable_pods(snapshot: Snapshot[Work]) -> list[PodView]:
     return [pod for pod in usable_pods(snapshot) if not _is_spared(snapshot, reports[pod.uid])]
 
 
+def spares_others(snapshot: Snapshot[Work]) -> bool:
+    """Whether a pod computes other work that is not stopped, for the pod has refused this one lately."""
+    return any(_is_spared(snapshot, report) for _, report in snapshot.answering)
+
+
 def _is_spared(snapshot: Snapshot[Work], report: PodReport) -> bool:
     return report.spared and computes_other_work(snapshot, report)
 

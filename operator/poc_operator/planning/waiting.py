@@ -12,6 +12,7 @@ from poc_operator.planning.eligibility import (
     computes_other_work,
     incompatibility,
     named,
+    spares_others,
     takeable_pods,
     usable_pods,
     why_not_ready,
@@ -119,9 +120,9 @@ def _first_of(snapshot: Snapshot[Work], pods: Sequence[PodView]) -> OtherRound |
 
 
 def is_queued(snapshot: Snapshot[Work]) -> bool:
-    """Whether other rounds of the namespace have every pod that can do the work, or get it first."""
-    pods = usable_pods(snapshot)
-    return _first_of(snapshot, pods) is not None or (bool(pods) and not takeable_pods(snapshot))
+    """Whether others have every pod that can do the work, or get it first."""
+    pods = takeable_pods(snapshot)
+    return _first_of(snapshot, pods) is not None if pods else spares_others(snapshot)
 
 
 def holders(snapshot: Snapshot[Work], pods: Sequence[PodView]) -> str:

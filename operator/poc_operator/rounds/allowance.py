@@ -59,10 +59,7 @@ def grant(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
 
 
 def waits_for_more(snapshot: RoundSnapshot, slot: Assignment) -> bool:
-    """Whether the slot's pod has computed and delivered all that it may, by its own word, and the gateway was asked.
-
-    A gateway that has lost results has fewer, and gets no more of these.
-    """
+    """Whether the slot's pod has computed and delivered all that it may, by its own word, and the gateway was asked."""
     if slot.state is not SlotState.RUNNING or slot.end is None or not is_settled(snapshot, slot):
         return False
     return _told_delivered(snapshot, slot) >= slot.next >= slot.end

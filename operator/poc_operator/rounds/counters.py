@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose numbers count: the pod's, if they can be true, and the gateway's, which knows more than pods do.
 
-What cannot be true is not counted, so that totals never go backwards. Pods may die before they could tell what they
-have delivered; the gateway has it. And what a pod says to be delivered counts as far as the gateway has it.
+What cannot be true is not counted, so that totals go back only where the gateway has lost results. Pods may die before
+they could tell what they have delivered; the gateway has it. And what a pod says to be delivered counts as far as the
+gateway has it.
 
 A pod counts a result as delivered when the gateway has stored it. So everything that a pod had told before the gateway
 was asked must be in the answer: what is not was never delivered, and the pod is named. What it told since may be on its

@@ -154,8 +154,8 @@ def _stalls(view: SlotView, slot: Assignment, what: str) -> Change:
 
 
 def _start_accepted(view: SlotView) -> Change | None:
-    if view.slot.state is not SlotState.STARTING or view.report.started is None:
-        return None
+    if view.slot.state is not SlotState.STARTING or view.report.started is None or view.slot.lost is not None:
+        return None  # what is lost is begun anew
     return _confirm(view.slot, view.report.started), None
 
 
@@ -171,8 +171,8 @@ def _doubtful(view: SlotView) -> Change | None:
 def _results_lost(view: SlotView) -> Change | None:
     """The slot's pod would not send again what the gateway lacks: it is told anew where to begin.
 
-    The gateway has lost it, as after a restore, for all that it had told before. Or one of the two tells what is not
-    true, and nobody gets on for that.
+    The gateway has lost it, as after a restore, for all that it had told before. Or the pod tells what cannot be true,
+    and no pod gets on.
     """
     snapshot, slot = view.snapshot, view.slot
     goes_on = view.report.resumes and snapshot.round.spec.retry.policy is RetryPolicy.RESUME
@@ -183,7 +183,7 @@ def _results_lost(view: SlotView) -> Change | None:
         why = "the gateway has fewer results of the slot than it had told"
         return lose(snapshot, slot, Loss.RESULTS_LOST, why)
     if is_doubted(slot) and nobody_works(snapshot, snapshot.round.status):
-        return lose(snapshot, slot, Loss.STALLED, slot.error or f"pod {slot.pod} is not believed")
+        return lose(snapshot, slot, Loss.STALLED, slot.error or "")
     return None
 
 
@@ -267,7 +267,7 @@ def _forgot(view: SlotView) -> Change | None:
     if view.ending:
         return view.slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
     if _had_other_round(view):
-        why = f"pod {view.slot.pod} was given another round, which goes first"
+        why = f"pod {view.slot.pod} was given another round"
         return lose(view.snapshot, view.slot, Loss.PREEMPTED, why, unbind=True)
     if view.computing and not view.ours:
         why = f"pod {view.slot.pod} was given other work"

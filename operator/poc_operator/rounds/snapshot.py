@@ -103,7 +103,8 @@ class RoundSnapshot(Snapshot[PoCRound]):
 
     def has_lost(self, slot: Assignment) -> bool:
         """Whether the gateway has fewer results of the slot than it had told."""
-        return self.gateway is not None and self._offset(slot) in self.gateway.fallen
+        fallen = self.gateway.fallen if self.gateway is not None else frozenset()
+        return self._offset(slot) in fallen and not self.gateway_contradicts(slot)
 
     def _offset(self, slot: Assignment) -> int:
         return slot.node + slot.group * self.round.spec.nodes.count

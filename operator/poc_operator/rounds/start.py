@@ -48,7 +48,7 @@ def _caught_up(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
 
 
 def _computes_on(snapshot: RoundSnapshot, slot: Assignment) -> bool:
-    """Whether the pod still computes what was lost, which it is told to stop."""
+    """Whether the pod still computes what was lost, and began where it is to begin now: it is told to stop first."""
     status = snapshot.report_of(slot).status
     return (
         status is not None

@@ -85,11 +85,12 @@ class Gateway:
 
     def _slot(self, offset: int) -> CollectedSlot:
         nonces = [nonce for nonce in self.stored if nonce % self.stride == offset]
+        whole = next(index for index in range(len(nonces) + 1) if offset + index * self.stride not in self.stored)
         return CollectedSlot(
             slot=offset,
             stored=len(nonces),
             last_nonce=max(nonces),
-            delivered_index=max(nonces) // self.stride + 1,
+            delivered_index=whole,
             duplicates=0,
             conflicts=self.conflicts,
             forwarded=0,

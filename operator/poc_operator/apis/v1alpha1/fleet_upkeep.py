@@ -138,8 +138,8 @@ class FleetPod(ApiModel):
     memory_errors_before: Int64 | None = None
     """Those that its GPUs had when the operator first asked this pod."""
     xid_errors: Int64 | None = None
-    """Xid errors of its GPUs since the operator first asked its server, as told last. Those that programs cause are not
-    counted. None if the driver does not tell."""
+    """Xid errors of its GPUs: the most that one server of the pod has counted since it was first asked. Those that
+    programs cause do not count. None if the driver does not tell."""
     last_xid: Int64 | None = None
     """Number of the last of these Xid errors."""
     result: Annotated[CheckResult, Open()] = CheckResult.PENDING

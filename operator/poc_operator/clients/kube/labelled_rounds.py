@@ -103,7 +103,8 @@ def _selector(labels: Mapping[str, str]) -> str:
 def _invalid(error: ApiException) -> ObjectInvalid:
     status = told_by(error.body)
     message = str(status.get("message", f"HTTP {error.status}: {error.reason}"))
-    causes = (status.get("details") or {}).get("causes") or []
+    details = status.get("details")
+    causes = (details.get("causes") if isinstance(details, dict) else None) or []
     return ObjectInvalid(message, [(one["field"], str(one.get("message"))) for one in causes if _names_field(one)])
 
 

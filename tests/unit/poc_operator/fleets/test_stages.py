@@ -99,6 +99,7 @@ def test_the_list_follows_the_numbers_and_keeps_what_else_is_known() -> None:
     [
         ({}, 4, (2, 79)),
         ({"demo-0": GpuErrors(memory=5, xids=0)}, 5, (2, 79)),
+        ({"demo-0": GpuErrors(memory=5, xids=1, last_xid=94)}, 5, (2, 79)),
         ({"demo-0": GpuErrors(memory=5, xids=3, last_xid=94)}, 5, (3, 94)),
     ],
 )

@@ -24,7 +24,7 @@ from tests.unit.poc_operator.rounds.world import SlotKey, key
 #: What a pod computes: round and slot.
 Work = tuple[str | None, SlotKey | None]
 
-MOST_PODS, MOST_ROUNDS = 5, 4
+MOST_ROUNDS = 4
 #: Turns after which every namespace is in order in which all goes well: more than a refusal counts.
 MOST_TURNS = 40
 #: Turns after which all rounds are over in which all goes well.

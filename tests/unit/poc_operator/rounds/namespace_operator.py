@@ -17,7 +17,7 @@ from poc_operator.clients.errors import ObjectGone, ObjectInvalid, StaleObject, 
 from poc_operator.controller.actions import Refusals
 from poc_operator.controller.event_loop import Computing
 from poc_operator.controller.failing_objects import FIRST_PAUSE_SECONDS, RELEASE_SECONDS
-from poc_operator.controller.observing import PodCache, ProgressWatch
+from poc_operator.controller.observing import PodCache, ProgressWatch, after_answer
 from poc_operator.controller.other_rounds import OtherRounds
 from poc_operator.controller.stored_object import READ_SECONDS, StatusRecorder
 from poc_operator.leases import Renewal
@@ -236,8 +236,7 @@ class RoundLoop:
         heard = {uid: report.status for uid, report in polled.items() if report.status is not None}
         answer = self.operator.world.ask_gateway(work, self.gateway)
         if answer is not None and not answer.error:
-            known = self.gateway or a_gateway()
-            answer = known.answered(answer.collected, self.operator.now, heard)
+            answer = after_answer(self.gateway or a_gateway(), answer.collected, self.operator.now, heard)
         self.gateway = answer
 
     def _snapshot(

@@ -9,7 +9,8 @@ import pytest
 from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.controller.actions import Refusals
-from poc_operator.planning.snapshot import StopPod
+from poc_operator.planning.queue import place_of
+from poc_operator.planning.snapshot import OtherRound, StopPod
 from poc_operator.planning.waiting import is_queued
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
@@ -63,7 +64,7 @@ def test_what_another_round_took_is_free(
 
 def test_a_pod_is_told_for_whom_it_stops() -> None:
     busy = says(GENERATING, round_id="older")
-    (stop,) = (action for action in plan(look(a_round(**REPLACES), (a_pod("a"), busy))).actions)
+    (stop,) = plan(look(a_round(**REPLACES), (a_pod("a"), busy))).actions
     assert isinstance(stop, StopPod)
     assert (stop.round_id, stop.preempted_by) == ("older", "ns/r")
 
@@ -91,7 +92,9 @@ def test_a_refusal_after_another_round_was_stopped_spares_the_others_longer_with
         assert not refusals.spares("a")
     for _ in range(2_000):
         refusals.add("a", "EngineNotReady", "not now", took=True)
-    now[0] += 3_600
+    now[0] += 3_599
+    assert refusals.spares("a")
+    now[0] += 1
     assert not refusals.spares("a")
     now[0] += 3_600
     refusals.add("a", "EngineNotReady", "not now", took=True)
@@ -116,6 +119,22 @@ def test_a_refusal_that_cost_nobody_anything_spares_nobody() -> None:
 
 def test_the_start_deadline_does_not_run_while_others_are_spared() -> None:
     spared = replace(says(GENERATING, round_id="older"), spared=True)
-    for report, waits in ((spared, True), (replace(spared, spared=False), False)):
+    refused = replace(spared, refusal=("EngineNotReady", "not now"))
+    for report, waits in ((spared, True), (refused, True), (replace(spared, spared=False), False)):
         snapshot = look(a_round(**REPLACES), (a_pod("a"), report))
         assert is_queued(snapshot) is waits
+
+
+def test_nor_while_a_round_that_goes_first_has_the_other_pod() -> None:
+    spared, held = (says(GENERATING, round_id=uid) for uid in ("older", "first"))
+    first = OtherRound(
+        id="first",
+        name="ns/first",
+        place=place_of(a_round(priority=5)),
+        priority=5,
+        replaces=False,
+        block=("ff", 99, "key"),
+        held=frozenset({"b"}),
+    )
+    snapshot = look(a_round(**REPLACES), (a_pod("a"), replace(spared, spared=True)), (a_pod("b"), held))
+    assert is_queued(replace(snapshot, find_other_rounds=lambda: [first]))

@@ -18,7 +18,7 @@ from poc_operator.apis.v1alpha1.status import SlotState, State
 from poc_operator.clients.gateway import GatewayClient
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.controller.observing import GatewayObserver
-from poc_operator.observed import GatewayReport, PodReport
+from poc_operator.observed import CollectedRound, GatewayReport, PodReport
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
 from tests.unit.poc_operator.build import (
@@ -268,6 +268,50 @@ async def test_what_pods_told_after_the_question_is_not_held_against_the_answer(
     answered = await observer.observe({"a": second})
     assert (answered.collected, answered.heard) == (None, {"a": first})
     await observer.cancel()
+
+
+class TellingGateway:
+    """A gateway that tells what it is made to."""
+
+    def __init__(self) -> None:
+        self.collected: CollectedRound | None = None
+
+    def callback_url(self, *_: str) -> str:
+        return CALLBACK
+
+    async def progress(self, *_: str) -> CollectedRound | None:
+        return self.collected
+
+
+async def test_results_that_are_lost_are_told_until_a_plan_that_knew_it_is_recorded() -> None:
+    gateway, clock = TellingGateway(), [0.0]
+    log = ObjectLogger(logging.getLogger(__name__), PoCRound.KIND, ObjectRef("ns", "r", UID))
+    observer = GatewayObserver(cast(GatewayClient, gateway), ObjectRef("ns", "r", UID), log, lambda: clock[0])
+
+    async def answered(*counts: tuple[int, int]) -> GatewayReport:
+        clock[0] += 10
+        gateway.collected = has(*counts).collected if counts else None
+        return await observer.observe({})
+
+    assert (await answered((100, 100), (100, 100))).fallen == set()
+    fallen = await answered((80, 80), (100, 100))
+    assert fallen.fallen == {0}
+    assert (await answered((90, 90), (110, 110))).fallen == {0}, "no plan is recorded that knew it"
+    both = await answered((85, 85), (60, 60))
+    observer.planned(fallen)
+    assert (await observer.observe({})).fallen == {1}, "of slot 0 there is more than that plan knew"
+    observer.planned(both)
+    assert (await answered((85, 85), (60, 60))).fallen == set()
+    assert (await answered()).fallen == set(), "a round that the gateway has forgotten is not lost"
+    assert (await answered((5, 5))).fallen == set()
+    await observer.cancel()
+
+
+def test_a_loss_that_cannot_be_true_changes_nothing() -> None:
+    nonsense = dataclasses.replace(has((90, 20)), fallen=frozenset({0}))
+    slot = a_slot(next=100, delivered=100, valid=100)
+    (found,) = planned(slot, claim(100, 100, 100), nonsense, **ARTIFACTS).status.assignments
+    assert (found.state, found.delivered, found.attempts) == (SlotState.RUNNING, 100, 1)
 
 
 @pytest.mark.parametrize(
