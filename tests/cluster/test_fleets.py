@@ -357,7 +357,12 @@ async def test_a_pod_that_computes_wrongly_gets_no_slot_also_of_the_next_process
     api: ApiServer, environment: Mapping[str, str], tmp_path: Path
 ) -> None:
     port, opened = free_port(), {"auth": {"open": True}, "callbackAllow": ["*"], "selfCheck": {"nonces": 8}}
-    spec = {**ROUND, "selector": {"matchLabels": {FLEET_LABEL: "checked"}}, "stop": {"afterNonces": 20}, "port": port}
+    spec = {
+        **ROUND,
+        "selector": {"matchLabels": {FLEET_LABEL: "checked"}},
+        "stop": {"afterNonces": 10**8},
+        "port": port,
+    }
     slots = {"nodes": {**ROUND["nodes"], "groups": 3}}
     async with AsyncExitStack() as stack:
         pods = [await stack.enter_async_context(running_pod()) for _ in range(3)]
