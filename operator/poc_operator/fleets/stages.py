@@ -196,7 +196,7 @@ def _entry(entry: FleetPod, before: FleetPod | None, pod: PodView, port: int, er
     before = before or entry
     last, first = before.memory_errors, before.memory_errors_before
     # A new server of the pod counts from nothing.
-    has_more = errors.xids is not None and errors.xids > (before.xid_errors or 0)
+    has_more = errors.xids is not None and (before.xid_errors is None or errors.xids > before.xid_errors)
     xids, last_xid = (errors.xids, errors.last_xid) if has_more else (before.xid_errors, before.last_xid)
     return entry.model_copy(
         update={
@@ -205,7 +205,7 @@ def _entry(entry: FleetPod, before: FleetPod | None, pod: PodView, port: int, er
             # Of the GPUs, whichever server runs on them.
             "memory_errors": last if errors.memory is None else errors.memory,
             "memory_errors_before": errors.memory if first is None else first,
-            "xid_errors": errors.xids if xids is None else xids,
+            "xid_errors": xids,
             "last_xid": last_xid,
         }
     )

@@ -16,11 +16,8 @@ from poc_operator.controller.event_loop import MOST_ORDERS, FewRequests
 from poc_operator.controller.kinds import Sources
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.observed import PodReport
-from poc_operator.planning.snapshot import StartPod, StopPod
-from poc_operator.rounds.plan import plan
-from tests.unit.poc_operator.build import a_pod, a_round, look, says
-
-POD = a_pod("a")
+from poc_operator.planning.snapshot import StopPod
+from tests.unit.poc_operator.controller.test_orders_without_lease import POD, a_start
 
 
 class RefusingPods:
@@ -40,11 +37,6 @@ class RefusingPods:
     async def stop(self, *_: object, preempted_by: str | None) -> None:
         """Note for whom."""
         self.preempted_by.append(preempted_by)
-
-
-def a_start() -> StartPod:
-    """What a plan orders first."""
-    return next(action for action in plan(look(a_round(), (POD, says()))).actions if isinstance(action, StartPod))
 
 
 @pytest.mark.parametrize("taker", ["ns/first", None])
