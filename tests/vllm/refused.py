@@ -22,7 +22,6 @@ from vllm.distributed import (
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.utils.torch_utils import set_default_torch_dtype
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 1024,
@@ -155,10 +154,21 @@ def build(name: str, folder: Path) -> tuple[VllmConfig, nn.Module]:
         enable_prefix_caching=False,
     )
     config = arguments.create_engine_config()
-    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+    with set_current_vllm_config(config), _default_dtype(torch.bfloat16):
         ensure_model_parallel_initialized(1, 1)
         try:
             return config, initialize_model(config)
         except torch.AcceleratorError:
             # vLLM 0.23 makes CUDA streams for DeepSeek-V4.
             pytest.skip(f"this release of vLLM builds {name} on a GPU only")
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Set torch's default for a while. vLLM's own function of older releases leaves it so when a model is not built."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -12,7 +12,7 @@ from urllib.error import HTTPError
 import pytest
 
 from tests.support.builders.batches import a_batch
-from tests.vllm.device import ON_GPU
+from tests.vllm.device import ON_GPU, skip_without_drafts
 from tests.vllm.families import FAMILIES, is_servable
 from tests.vllm.server import serving
 from tests.vllm.test_chat import PROMPTS
@@ -151,6 +151,7 @@ def test_layers_that_draft_change_no_result_and_poc_none_of_chats_tokens(
     """The target's forward pass is the same, and the layer behind it runs for chat alone."""
     from tests.vllm.drafting import write_drafting  # noqa: PLC0415 - needs transformers
 
+    skip_without_drafts()
     if not is_servable(family):
         pytest.skip("this release of vLLM has no latent attention for CPU")
     model, flags = tmp_path / "model", [*FAMILIES[family]]

@@ -11,7 +11,7 @@ from urllib.error import HTTPError
 import pytest
 
 from tests.support.builders.batches import a_batch
-from tests.vllm.device import ARTIFACT_TOLERANCE
+from tests.vllm.device import ARTIFACT_TOLERANCE, skip_without_drafts
 from tests.vllm.families import FAMILIES
 from tests.vllm.server import FLAGS, MODEL_NAME, command_environment, running
 from vllm_poc.cli import EXTENSION_CLASS, MIDDLEWARE
@@ -66,6 +66,7 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli
 @pytest.fixture(scope="module")
 def drafting(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """The same model whose last layer drafts, with one of the keys and a token of PoC's own."""
+    skip_without_drafts()
     log = tmp_path_factory.mktemp("drafting") / "server.log"
     flags = ["--speculative-config", json.dumps(DRAFTS), "--api-key", KEYS[0], *FAMILIES["qwen3"]]
     words = ["-m", "vllm_poc", "serve", "--served-model-name", MODEL_NAME, "--host", "127.0.0.1"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support.builders.batches import a_batch
 from tests.vllm.client import Client
-from tests.vllm.device import BATCH_TOLERANCE
+from tests.vllm.device import BATCH_TOLERANCE, skip_without_drafts
 from tests.vllm.families import FAMILIES
 from tests.vllm.server import serving
 
@@ -68,6 +68,7 @@ def test_drafts_by_ngrams_change_no_result_and_poc_none_of_chats_tokens(
     qwen3: Client, model_folder: Path, tmp_path: Path
 ) -> None:
     """The target's forward pass is the same, and no other model drafts."""
+    skip_without_drafts()
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     flags = [*FAMILIES["qwen3"], "--speculative-config", json.dumps(drafts)]
     prompt = "one two three four " * 20
