@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the demo says before it begins, and where it leads when it has ended."""
 
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-#: What a run takes on two idle cores, in minutes; docs/benchmarks.md has the measurements.
-_COLD_MINUTES, _WARM_MINUTES = 15, 2
+from hack.toolchain.durations import estimate
+
+#: Seconds that a run takes on two idle cores, from nothing and with all tools; docs/benchmarks.md has the measurements.
+_COLD_SECONDS, _WARM_SECONDS = 890.0, 108.0
 _PORT = 8080
 
 
@@ -15,7 +18,9 @@ def introduction(missing: Sequence[str]) -> str:
 
     ``missing`` names the tools that have to be built from source first.
     """
-    minutes = _COLD_MINUTES if missing else _WARM_MINUTES
+    # Each build was timed beside others, so all of them take less than their sum.
+    builds = sum(estimate(name) or 0.0 for name in missing)
+    minutes = math.ceil(min(_WARM_SECONDS + builds, _COLD_SECONDS) / 60)
     build = f"build {', '.join(missing)} from source" if missing else "nothing to build: the tools are there"
     return "\n".join(
         (

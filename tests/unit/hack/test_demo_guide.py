@@ -4,6 +4,8 @@
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from hack.demo.guide import introduction, next_steps
 
 STEPS = next_steps(
@@ -15,8 +17,10 @@ STEPS = next_steps(
 )
 
 
-def test_the_demo_says_how_long_it_takes() -> None:
+def test_the_demo_says_how_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POC_HOME", str(tmp_path))  # nothing has run there yet
     assert "some 15 minutes" in introduction(["kubernetes", "helm"])
+    assert "some 3 minutes" in introduction(["etcd"])
     assert "build kubernetes, helm from source" in introduction(["kubernetes", "helm"])
     assert "some 2 minutes" in introduction([])
     assert "from source" not in introduction([])
