@@ -107,7 +107,8 @@ def _setup() -> Iterator[str]:
     yield "FLEET=qwen"
     yield "POD=qwen-0"
     yield "```\n"
-    yield "`gateway` asks the gateway, as [read results](../gateway.md#read-results) shows.\n"
+    yield "`gateway` asks the gateway, as [read results](../gateway.md#read-results) shows. `kubectl poc` is"
+    yield "[the plugin](../kubectl-poc.md). Without it, `kubectl describe` shows the same conditions and Events.\n"
 
 
 def _alerts(found: Runbooks) -> Iterator[str]:
@@ -126,14 +127,15 @@ def _alerts(found: Runbooks) -> Iterator[str]:
 
 
 def _work(found: Runbooks) -> Iterator[str]:
-    return _reasons(found, {str(r): told for r, told in EXPLANATIONS.items() if told.kinds - _FLEET})
+    return _reasons(found, {str(r): told for r, told in EXPLANATIONS.items() if told.kinds - _FLEET}, "explain")
 
 
 def _fleets(found: Runbooks) -> Iterator[str]:
-    return _reasons(found, {str(r): told for r, told in EXPLANATIONS.items() if told.kinds & _FLEET})
+    return _reasons(found, {str(r): told for r, told in EXPLANATIONS.items() if told.kinds & _FLEET}, "explain fleet")
 
 
-def _reasons(found: Runbooks, explained: Mapping[str, Explanation]) -> Iterator[str]:
+def _reasons(found: Runbooks, explained: Mapping[str, Explanation], first: str) -> Iterator[str]:
+    """Yield a section for each reason, whose first command is ``first``."""
     for name in sorted(explained):
         told = explained[name]
         yield f"## {name}\n"
@@ -144,7 +146,7 @@ def _reasons(found: Runbooks, explained: Mapping[str, Explanation]) -> Iterator[
         steps = found.reasons[name]
         yield from _fields(steps.impact, found.urgencies[steps.urgency])
         yield f"**What to do.** {told.remedy}\n"
-        yield from _steps(found, steps)
+        yield from _steps(found, steps.model_copy(update={"diagnose": [first, *steps.diagnose]}))
 
 
 def _fields(impact: str, urgency: str) -> Iterator[str]:

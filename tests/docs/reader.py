@@ -7,6 +7,7 @@ a registry, and one CPU pod with a tiny model stands for the GPU pods. Everythin
 
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,11 @@ def reader(folder: Path) -> Reader:
     (folder / "bin").mkdir()
     (folder / "bin" / "kubectl").symlink_to(kube.kubectl_path)
     (folder / "bin" / "helm").symlink_to(kube.helm_path)
+    plugin = folder / "bin" / "kubectl-poc"
+    packages = [str(ROOT / name) for name in ("operator", "image")]
+    program = f"import sys\nsys.path[:0] = {packages}\nfrom poc_operator.cli.program import main\nmain()\n"
+    plugin.write_text(f"#!{sys.executable}\n{program}")
+    plugin.chmod(0o755)
     found = Reader(kube, folder)
     empty(found)
     kube.apply(gateway_volume())

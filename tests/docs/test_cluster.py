@@ -73,11 +73,14 @@ _RUNBOOK = """set -euo pipefail
 SYSTEM=poc-system NAMESPACE=poc OBJECT=pocround/round-1 FLEET=qwen3-8b POD=qwen3-8b-0
 kubectl() {
     case " $* " in
+        # The API server enlarges no volume that nobody has provisioned.
+        *" patch pvc "*) command kubectl "$@" --dry-run=client ;;
         *" delete "* | *" patch "*) command kubectl "$@" --dry-run=server ;;
         " cordon "*) command kubectl "$@" --dry-run=server ;;
         *) command kubectl "$@" ;;
     esac
 }
+helm() { command helm "$@" --dry-run=server >/dev/null; }
 command kubectl -n $SYSTEM port-forward service/vllm-poc-operator-gateway 18080:8080 >/dev/null &
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 TOKEN=$(kubectl -n $SYSTEM get secret vllm-poc-operator-gateway-tokens -o jsonpath='{.data.token}' | base64 -d)

@@ -54,6 +54,7 @@ _HELD = (
     | _operator("rounds", "1x70", state="Running")
     | _operator("rounds", "1x70", state="Pending")
     | _operator("slots", "1x70", state="Running")
+    | _operator("idle_rounds", "0x70", reason="NoPodReady")
     | _operator("nonces_checked_total", "100x70")
     | _operator("oldest_report_seconds", "5x70")
     | _operator("degraded", "0x70", reason="SlotsStalled")
@@ -76,13 +77,15 @@ CASES: dict[str, Case] = {
         minutes=12,
     ),
     "PoCRoundsIdle": Case(
+        # Also while the other rounds of the operator have all the pods they want.
         [
-            _operator("rounds", _LATER, state="Pending") | _operator("slots", _FLAT, state="Running"),
-            _operator("rounds", "1x70", state="Running") | _operator("slots", "1x10 0x60", state="Running"),
+            _operator("idle_rounds", _LATER, reason=reason) | _operator("slots", "8x70", state="Running")
+            for reason in ("NoPodReady", "NoMatchingPods", "PodsUnreachable", "RequestRefused")
         ],
         [
-            _operator("rounds", _LATER, state="Complete") | _operator("slots", _FLAT, state="Running"),
-            _operator("rounds", _LATER, state="Suspended") | _operator("slots", _FLAT, state="Running"),
+            _operator("idle_rounds", _FLAT, reason="NoPodReady") | _operator("rounds", "1x70", state="Pending"),
+            # Pods that were told to start confirm it a moment later.
+            _operator("idle_rounds", "0x10 1x2 0x60", reason="Starting"),
         ],
     ),
     "PoCReportsOld": Case(

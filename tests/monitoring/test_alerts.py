@@ -16,6 +16,8 @@ from tests.monitoring.rendered import RUNBOOKS, VALUES, ensure, one, promtool, r
 pytestmark = pytest.mark.timeout(300, func_only=True)
 
 Rules = list[dict[str, Any]]
+#: On which page the reasons of an alert are.
+_REASONS = {"PoCRoundsIdle": "work", "PoCWorkDegraded": "work", "PoCWorkImpaired": "work", "PoCFleetDegraded": "fleets"}
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +84,37 @@ def test_chat_that_holds_poc_back_is_silent(folder: Path) -> None:
 def test_an_alert_leads_to_its_runbook(folder: Path) -> None:
     page = (ROOT / "docs/operate/runbooks/alerts.md").read_text()
     for rule in (rule for group in _groups(folder) for rule in group["rules"]):
-        assert rule["annotations"]["runbook_url"] == f"{RUNBOOKS}/#{rule['alert'].lower()}"
+        page_of_reasons = _REASONS.get(rule["alert"])
+        own = f"{RUNBOOKS}/#{rule['alert'].lower()}"
+        reasons = f"{RUNBOOKS.removesuffix('alerts')}{page_of_reasons}/#{{{{ $labels.reason | toLower }}}}"
+        assert rule["annotations"]["runbook_url"] == (reasons if page_of_reasons else own)
+        assert bool(page_of_reasons) == ("(namespace, reason) (poc_operator_" in rule["expr"])
         assert f"\n## {rule['alert']}\n" in page
         assert rule["annotations"]["summary"]
         assert rule["annotations"]["description"]
         assert rule["labels"]["severity"] in ("critical", "warning")
+
+
+def test_an_alert_on_a_reason_leads_to_that_reason(folder: Path) -> None:
+    expected = {
+        "exp_labels": {"severity": "critical", "namespace": "poc-system", "reason": "NoPodReady"},
+        "exp_annotations": {
+            "summary": "No pod works on a round (NoPodReady).",
+            "description": "No pod works on 2 rounds, which wait for no other round: NoPodReady.",
+            "runbook_url": f"{RUNBOOKS.removesuffix('alerts')}work/#nopodready",
+        },
+    }
+    test = _test({'poc_operator_idle_rounds{namespace="poc-system", pod="a", reason="NoPodReady"}': "2x20"})
+    test["alert_rule_test"] = [{"alertname": "PoCRoundsIdle", "eval_time": "5m", "exp_alerts": [expected]}]
+    _judge(folder, "reason", [test])
+
+
+def test_own_runbooks_elsewhere_have_the_alerts_alone(folder: Path) -> None:
+    assert folder.is_dir()  # helm is built
+    chosen = VALUES["metrics"]["prometheusRule"] | {"runbookUrl": "https://wiki.example.org/poc"}
+    rules = one(render({"metrics": VALUES["metrics"] | {"prometheusRule": chosen}}), "PrometheusRule")
+    urls = [rule["annotations"]["runbook_url"] for group in rules["spec"]["groups"] for rule in group["rules"]]
+    assert all(url.startswith("https://wiki.example.org/poc/#poc") for url in urls)
 
 
 def test_texts_are_filled_in(folder: Path) -> None:

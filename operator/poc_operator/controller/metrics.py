@@ -23,10 +23,11 @@ from poc_operator.apis.v1alpha1.calibration import CalibrationStatus
 from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.explanations import EXPLANATIONS
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
-from poc_operator.apis.v1alpha1.round import RoundStatus
+from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState, State, WorkStatus
 from poc_operator.apis.v1alpha1.validation import ValidationStatus
 from poc_operator.controller.health import served
+from poc_operator.planning.eligibility import loads
 from poc_operator.planning.reaping import Cause
 from poc_operator.planning.snapshot import Snapshot, Work, WorkEvent
 
@@ -34,6 +35,23 @@ _POLL_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 5, 10)
 _LAG_BUCKETS = (0.003, 0.01, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 1, 3, 10)
 _PLAN_BUCKETS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
 _NONCES = ("checked", "valid", "delivered")
+_UNDER_WAY = {State.PENDING, State.RUNNING}
+#: Reasons that there can be: for which a round waits, work is degraded, and a fleet is degraded or stalled.
+_WAITING = [
+    str(reason)
+    for reason, one in EXPLANATIONS.items()
+    if "Progressing" in one.where and PoCRound.KIND.kind in one.kinds
+]
+_DEGRADED = [
+    str(reason)
+    for reason, one in EXPLANATIONS.items()
+    if "Degraded=True" in one.where and one.kinds != {PoCFleet.KIND.kind}
+]
+_TROUBLES = [
+    str(reason)
+    for reason, one in EXPLANATIONS.items()
+    if ("Degraded" in one.where or "Stalled=True" in one.where) and PoCFleet.KIND.kind in one.kinds
+]
 
 
 @dataclass
@@ -43,6 +61,8 @@ class _Known:
     most: Mapping[str, int]
     silent: float
     seen: float
+    #: Why no pod works on it, although the pods have had their time to load; empty if one does.
+    idle: str
 
 
 def _nonces(status: WorkStatus) -> Mapping[str, int]:
@@ -134,6 +154,7 @@ class Metrics(Collector):
             most=self._count(most, _nonces(status)),
             silent=max(silent, default=0.0),
             seen=monotonic(),
+            idle=_idle_for(seen, status),
         )
 
     def fleet_planned(self, uid: str, status: FleetStatus) -> None:
@@ -164,6 +185,8 @@ class Metrics(Collector):
         rounds = [one.status for one in known if isinstance(one.status, RoundStatus)]
         slots = Counter(str(slot.state) for status in rounds for slot in status.assignments)
         yield _gauge("poc_operator_slots", "Slots of the rounds that are being reconciled.", slots, SlotState)
+        idle = Counter(one.idle for one in known if one.kind == "rounds")
+        yield _by_reason("poc_operator_idle_rounds", "Rounds on which no pod works, by reason.", idle, _WAITING)
         working = [one for one in known if any(share.state.active for share in one.status.shares)]
         oldest = max((one.silent + monotonic() - one.seen for one in working), default=0.0)
         yield GaugeMetricFamily(
@@ -179,31 +202,36 @@ class Metrics(Collector):
         )
 
 
+def _idle_for(seen: Snapshot[Work], status: WorkStatus) -> str:
+    """Return why no pod works on it; empty if one does, while others have the pods, and while all pods still load."""
+    pods = seen.live_pods
+    if status.idle_time is None or status.state not in _UNDER_WAY or (pods and all(loads(seen, pod) for pod in pods)):
+        return ""
+    return next((one.reason for one in status.own_conditions if one.type == ConditionType.PROGRESSING), "")
+
+
 def _degraded(statuses: Iterable[WorkStatus]) -> GaugeMetricFamily:
-    """Count the objects that are degraded for each of the reasons that there can be."""
-    gauge = GaugeMetricFamily("poc_operator_degraded", "Objects that are degraded, by reason.", labels=["reason"])
     found = Counter(reason for status in statuses for reason in status.degraded.split(",") if reason)
-    for reason, explanation in EXPLANATIONS.items():
-        if "Degraded=True" in explanation.where and explanation.kinds != {PoCFleet.KIND.kind}:
-            gauge.add_metric([str(reason)], found.get(str(reason), 0))
-    return gauge
+    return _by_reason("poc_operator_degraded", "Objects that are degraded, by reason.", found, _DEGRADED)
 
 
 def _fleets_in_trouble(statuses: Iterable[FleetStatus]) -> GaugeMetricFamily:
-    """Count the fleets that are degraded or stalled for each of the reasons that there can be."""
-    text = "Fleets that are degraded or stalled, by reason."
-    gauge = GaugeMetricFamily("poc_operator_fleets_degraded", text, labels=["reason"])
     found = Counter(reason for status in statuses for reason in _troubles(status))
-    for reason, explanation in EXPLANATIONS.items():
-        told = "Degraded" in explanation.where or "Stalled=True" in explanation.where
-        if told and PoCFleet.KIND.kind in explanation.kinds:
-            gauge.add_metric([str(reason)], found.get(str(reason), 0))
-    return gauge
+    text = "Fleets that are degraded or stalled, by reason."
+    return _by_reason("poc_operator_fleets_degraded", text, found, _TROUBLES)
 
 
 def _troubles(status: FleetStatus) -> set[str]:
     conditions = (status.own_conditions.get(kind) for kind in (ConditionType.DEGRADED, ConditionType.STALLED))
     return {found.reason for found in conditions if found is not None and found.status == "True"}
+
+
+def _by_reason(name: str, text: str, counts: Mapping[str, int], reasons: Iterable[str]) -> GaugeMetricFamily:
+    """Return how many there are for each of the reasons that there can be."""
+    gauge = GaugeMetricFamily(name, text, labels=["reason"])
+    for reason in reasons:
+        gauge.add_metric([reason], counts.get(reason, 0))
+    return gauge
 
 
 def _gauge(name: str, text: str, counts: Mapping[str, int], states: Iterable[str]) -> GaugeMetricFamily:

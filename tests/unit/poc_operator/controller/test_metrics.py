@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics: bounded labels, counters that never fall and count nothing twice."""
 
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from poc_operator.apis.v1alpha1.conditions import ConditionType
@@ -10,10 +14,12 @@ from poc_operator.apis.v1alpha1.round import RoundStatus, Totals
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.clients.errors import PodTimeout, StaleObject
 from poc_operator.controller.metrics import Metrics
-from poc_operator.observed import PodReport
+from poc_operator.observed import Container, PodReport, PodView
 from poc_operator.planning.conditions import conditions_of
-from poc_operator.planning.snapshot import Loss, WorkEvent
+from poc_operator.planning.snapshot import Loss, OtherRound, WorkEvent
+from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import NOW, UID, a_pod, a_round, a_slot, a_status, look
+from tests.unit.poc_operator.planning.test_eligibility import holding
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
@@ -46,6 +52,59 @@ def test_rounds_and_slots_by_state() -> None:
     metrics.forget(UID)
     assert value(metrics, "poc_operator_rounds", state="Pending") == 0
     assert value(metrics, "poc_operator_oldest_report_seconds") == 0
+
+
+def idle(metrics: Metrics) -> dict[str, float]:
+    """Return the number of idle rounds by each reason that has any."""
+    families = text_string_to_metric_families(metrics.text().decode())
+    (found,) = (family for family in families if family.name == "poc_operator_idle_rounds")
+    return {one.labels["reason"]: one.value for one in found.samples if one.value}
+
+
+def server(since: float) -> Container:
+    """One that may load its model for a minute, and has begun ``since`` seconds ago."""
+    return Container(id="c", running_since=NOW - timedelta(seconds=since), startup_seconds=60, started=False)
+
+
+def waiting(name: str, since: float) -> PodView:
+    return a_pod(name, ready=False, waiting_for="ContainersNotReady", containers=(server(since),))
+
+
+@pytest.mark.parametrize(
+    ("pods", "reason"),
+    [
+        ([], Reason.NO_MATCHING_PODS),
+        ([waiting("a", since=90)], Reason.NO_POD_READY),
+        ([waiting("a", since=90), waiting("b", since=5)], Reason.NO_POD_READY),
+        ([waiting("a", since=5), waiting("b", since=5)], None),
+    ],
+    ids=["no pods", "pods that had their time", "one that loads beside one that had its time", "pods that load"],
+)
+def test_a_round_is_idle_beside_one_that_computes(pods: list[PodView], reason: Reason | None) -> None:
+    metrics = Metrics()
+    planned(metrics, 0, 1)
+    assert idle(metrics) == {}
+    round_ = a_round()
+    round_ = round_.model_copy(update={"metadata": round_.metadata.model_copy(update={"uid": "other"})})
+    seen = look(round_, *((pod, None) for pod in pods))
+    metrics.planned(seen, plan(seen).status, [])
+    assert idle(metrics) == ({str(reason): 1} if reason else {})
+
+
+def test_a_round_that_waits_for_others_is_not_idle() -> None:
+    metrics, round_ = Metrics(), a_round()
+    held = OtherRound(
+        id="first",
+        name="ns/first",
+        place=(0, 1, 0, NOW - timedelta(hours=1), "first"),
+        priority=0,
+        replaces=False,
+        block=("ab", 7, "key"),
+        held=frozenset("a"),
+    )
+    seen = replace(look(round_, (a_pod("a"), holding(7, "first"))), find_other_rounds=lambda: (held,))
+    metrics.planned(seen, plan(seen).status, [])
+    assert idle(metrics) == {}
 
 
 def test_causes_reasons_and_kinds() -> None:
