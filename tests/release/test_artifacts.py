@@ -18,7 +18,7 @@ from hack.release.kubectl_plugin import PLATFORMS, PYTHONS
 from hack.release.python_packages import version
 from hack.toolchain.tools import KREW, ensure_tools, tool_path
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
 #: Where nothing can be downloaded.
 DOWNLOADS = "https://git.invalid/owner/name/releases/download/v1"
@@ -52,6 +52,7 @@ def test_two_builds_give_the_same_bytes(release: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("role", IMPORTS)
 def test_the_program_of_an_image_starts(role: str, release: Path, tmp_path: Path) -> None:
     _unpack(release / f"vllm-poc-{role}-{version()}.oci.tar", tmp_path)
+    tmp_path.chmod(0o755)  # the image's user must be let into its root
     argv = ["chroot", "--userspec=65532:65532", str(tmp_path), "/usr/bin/python3", "-c", IMPORTS[role]]
     # The path is also the one on which chroot itself is looked for.
     environment = {"PYTHONPATH": f"/opt/vllm-poc-{role}", "LANG": "C.UTF-8", "PATH": "/usr/sbin:/usr/bin"}

@@ -99,7 +99,8 @@ class FleetHealth:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _look(self, known: dict[str, _Pod], pods: Collection[PodView], port: int) -> None:
-        await asyncio.gather(*(self._look_at(known.setdefault(pod.uid, _Pod()), pod, port) for pod in pods))
+        looks = (self._look_at(known.setdefault(pod.uid, _Pod()), pod, pod.serving_port(port)) for pod in pods)
+        await asyncio.gather(*looks)
 
     async def _look_at(self, known: _Pod, pod: PodView, port: int) -> None:
         base = base_url(pod.ip or "", port)

@@ -40,6 +40,9 @@ from poc_operator.observed import PodView, served_model
 from poc_operator.planning.eligibility import named
 from vllm_poc.wire.messages import Protocol
 
+#: How the message of a pod begins whose server cannot be asked, or does not answer.
+CANNOT_CHECK = "the pod cannot be checked: "
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckAnswer:
@@ -107,7 +110,7 @@ def check_pods(
             groups.setdefault(view.check.name, []).append(view)
     judged: dict[str, _View] = {}
     for name, group in groups.items():
-        if any(view.has_news for view in group):
+        if any(view.has_news or _is_reopened(fleet, resolved, view) for view in group):
             found, known[name] = _judged(fleet, resolved, group, known.get(name))
             judged |= {view.pod.uid: view for view in found}
     views = [_explained(judged.get(view.pod.uid, view)) for view in views]
@@ -199,7 +202,7 @@ def _explained(view: _View) -> _View:
     elif not view.pod.ready:
         why = "the pod is not ready"
     elif view.answer is not None and view.answer.error:
-        why = f"the pod cannot be checked: {view.answer.error}"
+        why = f"{CANNOT_CHECK}{view.answer.error}"
     else:
         why = "the pod computes its nonces"
     return view.with_entry(message=why)
@@ -251,6 +254,16 @@ def _judged(
     alone = len(group) - len(partly) == 1
     judged = [_compared(views[uid], result, reference, alone=alone) for uid, result in found.results.items()]
     return [*partly, *judged], None if golden is not None else reference
+
+
+def _is_reopened(fleet: PoCFleet, resolved: Resolved | None, view: _View) -> bool:
+    """Whether what a pod answered is to be judged again: the spec is another, or the preset may have other vectors."""
+    if view.vectors is None:
+        return False
+    if fleet.metadata.generation != fleet.status.observed_generation:
+        return True
+    is_fixed = isinstance(view.check, Check) and _golden(resolved, view.check) is not None
+    return is_fixed and view.entry.result == CheckResult.FAILED
 
 
 def _golden(resolved: Resolved | None, check: Check) -> SelfCheckReference | None:

@@ -114,7 +114,8 @@ def remembered(known: Sequence[FleetRound], work: Iterable[WorkOnPods], now: dat
     """Return the fleet's last rounds, by their start: those that were known, and those that there are now.
 
     One that is gone is over, and so is one that was finished or suspended. What is over and was never begun, as a
-    mistyped round, tells nothing of those to come. A round of the network does, even if the fleet missed it.
+    mistyped round, tells nothing of those to come. A round of the network does, even if the fleet missed it. Rounds of
+    users push out none of the last ones of the network, nor these them.
     """
     before = {one.uid: one for one in known}
     rounds = {one.record.uid: one for one in work if one.kind == PoCRound.KIND.kind}
@@ -131,7 +132,14 @@ def remembered(known: Sequence[FleetRound], work: Iterable[WorkOnPods], now: dat
             height=one.height,
         )
     told = [one for one in found.values() if one.started or one.network or one.over_time is None]
-    return sorted(told, key=lambda one: (one.start_time, one.uid))[-MAX_ROUNDS:]
+    told.sort(key=lambda one: (one.start_time, one.uid))
+    others = sum(not one.network for one in told)
+    rooms = {
+        True: MAX_ROUNDS - min(others, MAX_ROUNDS // 2),
+        False: MAX_ROUNDS - min(len(told) - others, MAX_ROUNDS // 2),
+    }
+    kept = [one for network, room in rooms.items() for one in [one for one in told if one.network == network][-room:]]
+    return sorted(kept, key=lambda one: (one.start_time, one.uid))
 
 
 def _was_begun(known: FleetRound) -> bool:
@@ -139,17 +147,19 @@ def _was_begun(known: FleetRound) -> bool:
     return known.started and "started" in known.model_fields_set
 
 
-def startup_seconds(pods: Sequence[PodView], known: int) -> int:
+def startup_seconds(pods: Sequence[PodView], known: int, limit: int) -> int:
     """Return how long a pod takes from its creation until it is ready: the median of these pods, ``known`` without any.
 
-    Pods that have restarted since tell nothing.
+    Pods that have restarted since tell nothing. Nor do those that became ready after ``limit``, how long a pod may
+    take: they have become ready once more, as after a probe that timed out.
     """
     times = sorted(
         math.ceil((pod.ready_since - pod.created).total_seconds())
         for pod in pods
         if pod.ready_since and pod.created and not any(container.restarts for container in pod.containers)
     )
-    return max(times[len(times) // 2], 1) if times else known
+    first = [seconds for seconds in times if seconds <= limit]
+    return max(first[len(first) // 2], 1) if first else known
 
 
 def replacement_seconds(startup: int, *, limit: int, grace: int) -> int:
@@ -157,7 +167,7 @@ def replacement_seconds(startup: int, *, limit: int, grace: int) -> int:
 
     ``startup`` is what `startup_seconds` found, ``limit`` how long a pod may take, ``grace`` how long its end may take.
     """
-    return grace + (min(math.ceil(startup * _SLOWER), max(limit, startup)) if startup else limit)
+    return grace + (min(math.ceil(startup * _SLOWER), limit) if startup else limit)
 
 
 def validated_until(rounds: Iterable[FleetRound]) -> tuple[datetime, str] | None:

@@ -60,7 +60,11 @@ def heal(
 def _hung(pod: PodView, health: Mapping[str, Watched], seconds: int, fleet: PoCFleet) -> str | None:
     found = health.get(pod.uid)
     # What was seen of an earlier container says nothing of this one.
-    return hung(found, seconds) if found is not None and found.look.server == pod.server(fleet.spec.port) else None
+    return (
+        hung(found, seconds)
+        if found is not None and found.look.server == pod.server(pod.serving_port(fleet.spec.port))
+        else None
+    )
 
 
 def _finding(pod: PodView, why: str, then: str) -> Finding:

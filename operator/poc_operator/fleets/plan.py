@@ -204,7 +204,11 @@ def _with_good_template(seen: FleetSnapshot, wanted: Sequence[Object]) -> Sequen
     While that cannot be read, the workload stays as it is.
     """
     asked, old = _workload(wanted), seen.fleet.status.update
-    if asked is None or not old.good_revision or failed_as(old, digest_of(asked)) is None:
+    if (
+        asked is None
+        or not old.good_revision
+        or failed_as(old, digest_of(asked), checks_pods=seen.fleet.spec.self_check.enabled) is None
+    ):
         return wanted
     others = [body for body in wanted if body is not asked]
     return [*others, with_template(asked, seen.good_template)] if seen.good_template is not None else others
@@ -216,7 +220,7 @@ def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) ->
     newest = str(told.get("updateRevision") or "")
     # While the StatefulSet waits for a download, the update is that of before.
     digest = digest_of(asked) if asked is not None else old.update.digest
-    failed = failed_as(old.update, digest)
+    failed = failed_as(old.update, digest, checks_pods=fleet.spec.self_check.enabled)
     pod = server_template_of(asked)["spec"] if asked is not None else {}
     grace = pod.get("terminationGracePeriodSeconds")
     return UpdateSeen(

@@ -26,7 +26,7 @@ from poc_operator.apis.v1alpha1.meta import (
 )
 from poc_operator.fleets import decode
 from poc_operator.fleets.groups import group_ingress, group_labels, group_spec, leader_flags
-from poc_operator.fleets.merge import merged
+from poc_operator.fleets.merge import PatchError, merged
 from poc_operator.fleets.resolve import Resolved, Surroundings
 
 Object = dict[str, Any]
@@ -201,7 +201,22 @@ def pod_template(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> O
         return base
     more = patch.metadata.model_dump(exclude_none=True) if patch.metadata is not None else {}
     spec = merged(base["spec"], patch.spec or {}, "spec.podTemplate.spec")
+    _check_containers(spec)
     return {"metadata": merged(base["metadata"], more, "spec.podTemplate.metadata"), "spec": spec}
+
+
+def _check_containers(spec: Object) -> None:
+    """PatchError unless the patched spec has containers with names, whose variables are a list of named ones."""
+    where = "spec.podTemplate.spec.containers"
+    containers = spec.get("containers")
+    if not isinstance(containers, list):
+        raise PatchError(f"{where} must be a list: it cannot be removed")
+    for index, container in enumerate(containers):
+        if not isinstance(container, dict) or not isinstance(container.get("name"), str):
+            raise PatchError(f"{where}[{index}] must be an object with a name")
+        variables = container.get("env", [])
+        if not isinstance(variables, list) or not all(isinstance(one, dict) and "name" in one for one in variables):
+            raise PatchError(f"{where}[{index}].env must be a list of objects with names")
 
 
 def _pod(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Object:

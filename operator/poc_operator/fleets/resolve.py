@@ -147,12 +147,13 @@ def parse_preset(text: str) -> Preset:
     """Return the preset of a YAML document. PresetError if it is none."""
     try:
         return Preset.model_validate_json(_json(text))
-    except yaml.YAMLError as error:
-        raise PresetError(f"it is no YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
         raise PresetError(f"{field or 'it'}: {first['msg']}") from error
+    # Of a date that does not exist, keys that are none in JSON, and what holds itself, YAML or JSON say it otherwise.
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise PresetError(f"it is no YAML of a preset: {' '.join(str(error).split())}") from error
 
 
 def _json(text: str) -> str:
@@ -326,10 +327,22 @@ def _of_preset(spec: FleetSpec, preset: Preset, around: Surroundings, chosen: st
     )
 
 
+def _named_product(product: str, around: Surroundings) -> str | Refusal:
+    """Return the product that the spec names, unless it is the presets' word for one that Kubernetes nodes have."""
+    there = around.products or ()
+    meant = [known for known in there if product.lower() in known.lower().split("-")]
+    if product in there or not meant:
+        return product
+    return Refusal(
+        Reason.GPU_UNKNOWN,
+        f'no Kubernetes node has the label {PRODUCT_LABEL}={product}: set gpu.product to "{meant[0]}"',
+    )
+
+
 def _product(spec: FleetSpec, preset: Preset, around: Surroundings, chosen: str) -> str | Refusal | None:
     """Return the product that the pods are for; None if any will do."""
     if spec.gpu.product is not None:
-        return spec.gpu.product
+        return _named_product(spec.gpu.product, around)
     if all(entry.fits("") for entry in preset.gpus):
         return None
     if chosen and preset.entry(chosen, None) is not None:

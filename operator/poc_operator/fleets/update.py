@@ -12,10 +12,11 @@
 A pod leaves by an eviction; what makes it anew is its StatefulSet, or its LeaderWorkerSet. The canary is the first pod
 that has the new revision, whoever replaced it. It has passed when it is ready and its self-check has passed. It has
 failed when its self-check has failed, it crashes, its image cannot be had, or it is not ready within
-``startupSeconds``. Then the StatefulSet gets the template of the last good revision back, the canary is replaced once
-more, and the failed template is not tried again. A canary that Kubernetes does not create within ``startupSeconds`` of
-its eviction has failed too: its template may be refused. One that no Kubernetes node has room for, or whose node is
-not well, has not: it waits, as `poc_operator.fleets.stages` says.
+``startupSeconds``. So has one that is ready for as long, and still cannot be checked. Then the StatefulSet gets the
+template of the last good revision back, the canary is replaced once more, and the failed template is not tried again.
+Without a good revision it stays, and the update goes on once it works. A canary that Kubernetes does not create within
+``startupSeconds`` of its eviction has failed too: its template may be refused. One that no Kubernetes node has room
+for, or whose node is not well, has not: it waits, as `poc_operator.fleets.stages` says.
 
 Later pods do not fail an update, since the canary has shown that the template can work: as with ``kubectl rollout``
 nothing goes back by itself. One that has failed like a canary stops the update until it works. Whoever looks decides
@@ -35,6 +36,7 @@ from itertools import takewhile
 from poc_operator.apis.v1alpha1.fleet_update import MAX_FAILED, FailedUpdate, UpdatePhase, UpdateStatus
 from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod, Update, UpdateStrategy
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.fleets.checked_pods import CANNOT_CHECK
 from poc_operator.fleets.forecast import WorkOnPods, blocker, remembered, replacement_seconds, startup_seconds
 from poc_operator.fleets.stages import Nodes, in_order, is_hopeless, node_fault, ordinal_of, why_not_running
 from poc_operator.observed import PodView
@@ -43,6 +45,7 @@ from poc_operator.planning.snapshot import WorkEvent
 #: So many pods are named in a message.
 _NAMED = 3
 _UNDER_WAY = (UpdatePhase.CANARY, UpdatePhase.ROLLING, UpdatePhase.STOPPED)
+_IF_MEANT = "; if the change is meant, set selfCheck.enabled to false until all pods have it"
 _OVERRIDE = " (update.strategy Immediate does not wait)"
 
 
@@ -107,26 +110,35 @@ class UpdateStep:
     moves: bool = False
 
 
-def failed_as(old: UpdateStatus, digest: str) -> FailedUpdate | None:
-    """Return how a template with this digest has failed; None if it has not."""
-    return next((one for one in old.failed if one.digest == digest), None)
+def failed_as(old: UpdateStatus, digest: str, *, checks_pods: bool) -> FailedUpdate | None:
+    """Return how a template with this digest has failed; None if it has not.
+
+    What self-checks have found does not count while there are none.
+    """
+    counting = (one for one in old.failed if checks_pods or not one.by_self_check)
+    return next((one for one in counting if one.digest == digest), None)
 
 
 def plan_update(seen: UpdateSeen) -> UpdateStep:
     """Return the update's next step."""
-    pods = [pod for pod in seen.pods if pod.stays and pod.uid not in seen.evicted]
+    # A pod without a revision has the fleet's label and is somebody else's.
+    pods = [pod for pod in seen.pods if pod.stays and pod.revision and pod.uid not in seen.evicted]
     updated = [pod for pod in pods if pod.revision == seen.newest]
+    limit = seen.startup_limit
     old = seen.old.model_copy(
         update={
             "rounds": remembered(seen.old.rounds, seen.work, seen.now),
-            "startup_seconds": startup_seconds(updated, 0) or startup_seconds(pods, seen.old.startup_seconds),
+            "startup_seconds": startup_seconds(updated, 0, limit)
+            or startup_seconds(pods, min(seen.old.startup_seconds, limit), limit),
         }
     )
     view = _View(seen, old, pods)
     if not seen.newest or not seen.settled:
         return UpdateStep(status=old, moves=True)
-    if view.failed is not None:
+    if view.failed is not None and not view.works_after_all:
         return _after_failure(view, view.failed)
+    if view.failed is not None:
+        view = _View(seen, view.forgiven, pods)
     return _begun(view) if view.outdated else _without_old_pods(view)
 
 
@@ -137,7 +149,7 @@ class _View:
         self.seen = seen
         self.old = old
         self.pods = sorted(pods, key=in_order)
-        self.failed = failed_as(old, seen.digest)
+        self.failed = failed_as(old, seen.digest, checks_pods=seen.checks_pods)
         # Going back may give the good template a new name.
         kept = {seen.newest, old.good_revision} if self.failed is not None else {seen.newest}
         self.updated = [pod for pod in self.pods if pod.revision in kept]
@@ -146,9 +158,20 @@ class _View:
     def result(self, pod: PodView) -> CheckResult:
         """Return what the self-check of the pod's present server has found."""
         known = self.seen.checks.get(pod.uid)
-        if known is None or known.server != pod.server(self.seen.port):
+        if known is None or known.server != pod.server(pod.serving_port(self.seen.port)):
             return CheckResult.PENDING
         return known.result
+
+    @property
+    def works_after_all(self) -> bool:
+        """Whether a template that has failed works now, as with a Secret made meanwhile, and nothing else is good."""
+        return not self.old.good_revision and bool(self.updated) and all(map(self.available, self.updated))
+
+    @property
+    def forgiven(self) -> UpdateStatus:
+        """The status of an update whose canary is watched again."""
+        failed = [one for one in self.old.failed if one.digest != self.seen.digest]
+        return self.old.model_copy(update={"failed": failed, "phase": UpdatePhase.CANARY, "digest": self.seen.digest})
 
     def failed_check(self, pod: PodView) -> bool:
         """Whether the pod's server has failed its self-check, so that it takes no part."""
@@ -195,7 +218,18 @@ class _View:
         if self.failed_check(pod):
             found = self.seen.checks[pod.uid].message
             return f"pod {pod.name} failed its self-check{f': {found}' if found else ''}"
+        if self._cannot_be_checked(pod):
+            message = self.seen.checks[pod.uid].message
+            return f"pod {pod.name} has not passed its self-check within {self.seen.startup_limit} s: {message}"
         return why_not_running(pod, self.seen.nodes, self.seen.now, self.seen.startup_limit)
+
+    def _cannot_be_checked(self, pod: PodView) -> bool:
+        """Whether a pod is ready for as long as it may take to become so, and still cannot be checked."""
+        since, limit = pod.ready_since, timedelta(seconds=self.seen.startup_limit)
+        if not self.seen.checks_pods or not pod.ready or since is None or self.seen.now - since <= limit:
+            return False
+        known = self.seen.checks.get(pod.uid)
+        return known is not None and self.result(pod) is CheckResult.PENDING and known.message.startswith(CANNOT_CHECK)
 
     def why_any_failed(self) -> str | None:
         """Say why one of the pods with the newest revision has failed; None if none has."""
@@ -346,7 +380,9 @@ def _begun(view: _View) -> UpdateStep:
     seen, old = view.seen, view.old
     if seen.spec.strategy is UpdateStrategy.NEVER:
         count = f"{len(view.outdated)} of {len(view.pods)} pods have an old revision"
-        return UpdateStep(status=view.status(UpdatePhase.ROLLING, f"{count}: delete them when no round runs"))
+        told = view.status(UpdatePhase.ROLLING, f"{count}: delete them when no round runs")
+        # Another strategy begins the update, with its canary.
+        return UpdateStep(status=told.model_copy(update={"digest": ""}))
     goes_on = old.digest == seen.digest and old.phase in _UNDER_WAY
     events = () if goes_on else [_started(view)]
     first = seen.spec.canary and seen.newest != old.good_revision
@@ -396,10 +432,13 @@ def _failing(view: _View, why: str, events: Sequence[WorkEvent]) -> UpdateStep:
     """Record that the template has failed; the next plan goes back to the last good revision."""
     seen, good = view.seen, view.old.good_revision
     back = f"going back to revision {good}" if good else "there is no earlier revision that was good: correct the spec"
-    message = f"revision {seen.newest} failed: {why}; {back}"
-    failure = FailedUpdate(digest=seen.digest, revision=seen.newest, message=why, time=seen.now)
+    by_check = any(map(view.failed_check, view.updated))
+    meant = _IF_MEANT if by_check else ""
+    message = f"revision {seen.newest} failed: {why}; {back}{meant}"
+    others = [one for one in view.old.failed if one.digest != seen.digest]
+    failure = FailedUpdate(digest=seen.digest, revision=seen.newest, message=why, time=seen.now, by_self_check=by_check)
     status = view.status(UpdatePhase.FAILED, message, view.old.canary)
-    status = status.model_copy(update={"failed": [*view.old.failed, failure][-MAX_FAILED:]})
+    status = status.model_copy(update={"failed": [*others, failure][-MAX_FAILED:]})
     told = WorkEvent(reason=Reason.UPDATE_FAILED, message=message, warning=True)
     return UpdateStep(status=status, events=[*events, told], moves=True)
 
@@ -412,7 +451,8 @@ def _after_failure(view: _View, failure: FailedUpdate) -> UpdateStep:
         message = f"{said}; there is no earlier revision that was good: correct the spec"
         return UpdateStep(status=view.status(UpdatePhase.FAILED, message, view.old.canary))
     chosen: Sequence[Eviction] = ()
-    doing = f"back at revision {good}"
+    meant = _IF_MEANT if failure.by_self_check else ""
+    doing = f"back at revision {good}{meant}"
     if view.outdated and view.seen.spec.strategy is not UpdateStrategy.NEVER:
         chosen, what = view.evictions(len(view.outdated))
         doing = f"going back to revision {good}: {what}"

@@ -58,6 +58,8 @@ class FailedUpdate(ApiModel):
     """What went wrong."""
     time: datetime
     """When it was found."""
+    by_self_check: bool = False
+    """Whether a self-check found it. Then it is tried again once `selfCheck.enabled` is false."""
 
 
 class UpdateStatus(ApiModel):

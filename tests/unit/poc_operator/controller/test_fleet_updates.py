@@ -3,7 +3,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from poc_operator.clients.errors import EvictionRefused, PodTimeout, StaleObject
 from poc_operator.controller.fleet_updates import BUSY_SECONDS, EVICTED_SECONDS, Evictor, WorkOnFleets, labels_of
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.fleets.update import Eviction, Spares
-from poc_operator.observed import REVISION_LABEL, PodView
+from poc_operator.observed import REVISION_LABEL, Container, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import a_fleet
 from vllm_poc.wire.answers import PowState
@@ -127,14 +127,16 @@ async def test_work_that_came_meanwhile_keeps_the_pod(bodies: list[Any], spares:
 
 
 @pytest.mark.parametrize("state", [PowState.GENERATING, PowState.IDLE, None])
-async def test_a_pod_that_computes_for_others_stays(state: PowState | None) -> None:
+@pytest.mark.parametrize("port", [8000, 9000])  # the fleet's, which old pods do not have yet
+async def test_a_pod_that_computes_for_others_stays(port: int, state: PowState | None) -> None:
     store = Store()
     evictor, _ = an_evictor(store, state)
-    await evictor.evict(a_fleet(), [Eviction(POD, Spares.WORK)], LABELS)
+    pod = replace(POD, containers=[Container(id="c#0", ports=frozenset({8000}))])
+    await evictor.evict(a_fleet(port=port), [Eviction(pod, Spares.WORK)], LABELS)
     computes = state is PowState.GENERATING
     assert store.evicted == ([] if computes else ["u1"])
     assert evictor.busy == ({"u1": "waiting for pod demo-1, which computes work of others"} if computes else {})
-    await evictor.evict(a_fleet(), [Eviction(POD, Spares.NOTHING)], LABELS)
+    await evictor.evict(a_fleet(), [Eviction(pod, Spares.NOTHING)], LABELS)
     assert store.evicted[-1] == "u1"
 
 

@@ -302,6 +302,27 @@ def test_a_preset_with_unfit_vectors_says_so(vectors: str) -> None:
         parse_preset(text)
 
 
+def test_another_threshold_or_a_corrected_preset_counts_at_once() -> None:
+    """The pods have answered already, and would be asked again only after a day."""
+    reference = engine(1)
+    off = tuple(tuple(number + 0.1 for number in vector or ()) for vector in reference)  # 0.35 away
+    pods = [a_pod(0), a_pod(1)]
+    answers = {"u0": an_answer(pods[0], reference), "u1": an_answer(pods[1], off)}
+    first = check_pods(fleet_of(), RESOLVED, pods, answers, NOW)
+    assert results(first) == {"demo-0": "Passed", "demo-1": "Passed"}
+    tight = after(fleet_of(statTest={"distThreshold": "0.1"}), first)
+    observed = tight.status.model_copy(update={"observed_generation": tight.metadata.generation - 1})
+    found = check_pods(tight.model_copy(update={"status": observed}), RESOLVED, pods, answers, NOW)
+    assert results(found) == {"demo-0": "Passed", "demo-1": "Failed"}
+    # A preset with wrong vectors, in a ConfigMap that is corrected afterwards.
+    wrong, right = (Resolved(model="org/model", golden=golden(seed)) for seed in (9, 1))
+    answers = {"u0": an_answer(pods[0], reference), "u1": an_answer(pods[1], reference)}
+    failed = check_pods(fleet_of(), wrong, pods, answers, NOW)
+    assert results(failed) == {"demo-0": "Failed", "demo-1": "Failed"}
+    mended = check_pods(after(fleet_of(), failed), right, pods, answers, NOW)
+    assert results(mended) == {"demo-0": "Passed", "demo-1": "Passed"}
+
+
 def entry_of(pod: PodView, result: str, **fields: Any) -> FleetPod:  # noqa: ANN401
     return FleetPod(name=pod.name, uid=pod.uid, server=pod.server(8000), message="why", **{"result": result, **fields})
 

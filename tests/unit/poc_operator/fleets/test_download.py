@@ -107,7 +107,9 @@ def test_a_download_whose_pod_does_not_come_up_needs_somebody(pod: dict[str, Any
         reason,
         {"Ready": "False", "Progressing": "True", "Degraded": "True", "Stalled": "False"},
     )
-    assert step.status.message == f"org/model is not downloaded: {why}"
+    assert step.status.message == (
+        f"org/model is not downloaded: {why}; after a change of the spec delete Job {world.jobs()[0]}"
+    )
     # An earlier pod of the Job, which has ended, keeps nobody.
     ended = PodView(name="d", namespace="ns", uid="d", gone=True, **pod)
     assert status_of(world.turn(download=DownloadSeen(pods=[ended])))[0] == Reason.DOWNLOADING
@@ -209,6 +211,21 @@ def test_a_template_without_vllm_is_refused() -> None:
     step = world.turn()
     assert step.status.reason == Reason.POD_TEMPLATE_INVALID
     assert "must keep vllm" in step.status.message
+
+
+@pytest.mark.parametrize(
+    ("patch", "says"),
+    [
+        ({"containers": None}, "spec.podTemplate.spec.containers must be a list: it cannot be removed"),
+        (
+            {"containers": [{"name": "vllm", "$patch": "replace", "env": "x"}]},
+            "spec.podTemplate.spec.containers[0].env must be a list of objects with names",
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_imitated_names_its_field(patch: dict[str, Any], says: str) -> None:
+    step = World(podTemplate={"spec": patch}).turn()
+    assert (step.status.reason, step.status.message) == (Reason.POD_TEMPLATE_INVALID, says)
 
 
 def test_without_download_there_is_no_job() -> None:

@@ -17,6 +17,7 @@ from poc_operator.fleets.forecast import (
     remembered,
     replacement_seconds,
     startup_seconds,
+    validated_until,
 )
 from poc_operator.observed import Container, PodView
 from tests.unit.poc_operator.build import NOW
@@ -324,6 +325,20 @@ def test_of_many_rounds_the_last_are_remembered() -> None:
     assert found[0].start_time == ago(100 + MAX_ROUNDS - 2)
 
 
+def test_rounds_of_users_push_out_none_of_the_network_nor_these_them() -> None:
+    """Else sixteen rounds of a test would hide when the network's next one comes, and that it validates the last."""
+    network = [a_round(DAY * n - 120, DAY * n - 300, network=True, height=(4 - n) * 17_280) for n in (3, 2, 1)]
+    users = [a_round(700 - 30 * n, 690 - 30 * n) for n in range(20)]
+    found = remembered([*network, *users], [], NOW)
+    assert len(found) == MAX_ROUNDS
+    assert [one.height for one in found if one.network] == [17_280, 2 * 17_280, 3 * 17_280]
+    assert next_round(found, NOW, HOUR) == NOW + timedelta(seconds=120)
+    many = [a_round(900 + 50 * n, 880 + 50 * n, network=True) for n in range(40)]
+    found = remembered([*many, *users], [], NOW)
+    assert [sum(one.network for one in found), len(found)] == [MAX_ROUNDS // 2, MAX_ROUNDS]
+    assert validated_until(found) == validated_until(many)
+
+
 def pod(seconds: float | None, *, restarts: int = 0) -> PodView:
     ready = ago(1000 - seconds) if seconds is not None else None
     server = Container(id="a#0", restarts=restarts)
@@ -333,14 +348,19 @@ def pod(seconds: float | None, *, restarts: int = 0) -> PodView:
 
 
 def test_the_time_to_start_is_the_median_of_the_pods() -> None:
-    assert startup_seconds([], 7) == 7
-    assert startup_seconds([pod(None), pod(900, restarts=1)], 7) == 7
-    assert startup_seconds([pod(10), pod(20.2), pod(900), pod(0)], 7) == 21
-    assert startup_seconds([pod(0)], 7) == 1
+    assert startup_seconds([], 7, 950) == 7
+    assert startup_seconds([pod(None), pod(900, restarts=1)], 7, 950) == 7
+    assert startup_seconds([pod(10), pod(20.2), pod(900), pod(0)], 7, 950) == 21
+    assert startup_seconds([pod(0)], 7, 950) == 1
+
+
+def test_a_probe_that_timed_out_for_a_moment_tells_nothing_of_a_start() -> None:
+    assert startup_seconds([pod(100), pod(990), pod(995)], 7, 600) == 100
+    assert startup_seconds([pod(990), pod(995)], 7, 600) == 7
 
 
 def test_a_replacement_takes_longer_than_a_start() -> None:
     assert replacement_seconds(0, limit=3600, grace=60) == 3660
     assert replacement_seconds(100, limit=3600, grace=60) == 210
     assert replacement_seconds(3000, limit=3600, grace=0) == 3600
-    assert replacement_seconds(5000, limit=3600, grace=0) == 5000  # it waited for a Kubernetes node, say
+    assert replacement_seconds(5000, limit=3600, grace=0) == 3600  # as an earlier operator has recorded it

@@ -71,6 +71,16 @@ def test_a_fleet_keeps_its_product_when_kubernetes_nodes_come_and_go() -> None:
     assert told.gpu_product == "NVIDIA-B200"
 
 
+def test_a_part_of_a_products_name_is_refused_with_the_whole() -> None:
+    """The presets say "H200"; the label of a Kubernetes node has more words."""
+    around = replace(AROUND, products=["NVIDIA-H200", "NVIDIA-B200"])
+    for product in ("H200", "h200"):
+        found = refused(around, **MINIMAX, gpu={"product": product})
+        assert f'={product}: set gpu.product to "NVIDIA-H200"' in found.message
+    for product in ("NVIDIA-H200", "NVIDIA-H200-NVL"):  # a node of the latter may come
+        assert resolved(around, **MINIMAX, gpu={"product": product}).gpu_product == product
+
+
 def test_a_preset_for_any_gpu_asks_for_no_product() -> None:
     found = resolved(replace(AROUND, products=None), model={"preset": "qwen3-0.6b"})
     assert (found.gpu_product, found.gpu_count) == (None, 1)

@@ -3,6 +3,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -443,6 +444,66 @@ def test_without_an_earlier_good_revision_the_update_stops() -> None:
     assert "there is no earlier revision that was good: correct the spec" in step.status.message
     again = look(fleet_of(after(step)), [*FOUR[:3], BAD])
     assert (list(again.evict), list(again.apply), again.status.update.phase) == ([], [], "Failed")
+
+
+def test_without_an_earlier_good_revision_the_update_goes_on_once_the_canary_works() -> None:
+    """As when a Secret that was missing is made, which is no change of the template."""
+    step = look(fleet_of(in_phase("Canary", goodRevision="")), [*FOUR[:3], BAD])
+    assert step.status.update.failed
+    works = look(fleet_of(after(step)), [*FOUR[:3], a_pod(3, NEW)])
+    assert (works.status.update.phase, list(works.status.update.failed)) == ("Rolling", [])
+    assert reasons(works) == ["CanaryPassed"]
+    assert evicted(works) == ["demo-2"]
+
+
+@pytest.mark.parametrize(
+    ("ready_for", "message", "fails"),
+    [
+        (3601, "the pod cannot be checked: PoC does not run on this model", True),
+        (3599, "the pod cannot be checked: PoC does not run on this model", False),
+        (3601, "the pod computes its nonces", False),
+    ],
+)
+def test_a_canary_that_cannot_be_checked_fails(ready_for: float, message: str, *, fails: bool) -> None:
+    """It serves chat, and would never compute a nonce."""
+    canary = a_pod(3, NEW, age=5000, ready_since=NOW - timedelta(seconds=ready_for))
+    status = in_phase("Canary", canary="demo-3") | {"pods": [check(canary, "Pending", message)]}
+    step = look(fleet_of(status, selfCheck={"enabled": True}), [*FOUR[:3], canary])
+    assert (step.status.update.phase == "Failed") is fails
+    if fails:
+        said = f"pod demo-3 has not passed its self-check within 3600 s: {message}; going back to revision {OLD}"
+        assert said in step.status.update.message
+
+
+def test_a_change_of_results_that_is_meant_is_tried_again_without_self_checks() -> None:
+    """As a release of vLLM with other kernels, which the first pod's self-check has failed."""
+    bad = a_pod(3, NEW)
+    status = in_phase("Canary", canary="demo-3") | {"pods": [check(bad, "Failed", "9 of 32 differ")]}
+    failed = look(fleet_of(status, selfCheck={"enabled": True}), [*FOUR[:3], bad])
+    assert "if the change is meant, set selfCheck.enabled to false until all pods have it" in failed.status.message
+    kept = {"enabled": True, "intervalSeconds": 3600}
+    assert look(fleet_of(after(failed), selfCheck=kept), [*FOUR[:3], bad]).status.update.phase == "Failed"
+    step = look(fleet_of(after(failed), selfCheck={"enabled": False}), FOUR)
+    assert (step.status.update.phase, evicted(step), reasons(step)) == ("Canary", ["demo-3"], ["UpdateStarted"])
+    # A crash is no change that is meant.
+    crashed = look(fleet_of(in_phase("Canary", canary="demo-3")), [*FOUR[:3], BAD])
+    assert look(fleet_of(after(crashed), selfCheck={"enabled": False}), FOUR).status.update.phase == "Failed"
+
+
+def test_a_strategy_that_begins_to_act_begins_with_the_canary() -> None:
+    """Never, and then BetweenRounds: the template has not been tried."""
+    never = look(fleet_of(update={"strategy": "Never"}), FOUR)
+    assert not never.evict
+    step = look(fleet_of(after(never), update={"maxUnavailable": 3}), FOUR)
+    assert (step.status.update.phase, evicted(step), reasons(step)) == ("Canary", ["demo-3"], ["UpdateStarted"])
+
+
+def test_pods_of_somebody_else_are_not_the_fleets_to_evict() -> None:
+    stranger = replace(a_pod(4), labels={FLEET_LABEL: "demo"})
+    step = look(fleet_of(), [*FOUR[:3], a_pod(3, NEW), stranger], revision=NEW)
+    assert "1 of 4" in step.status.update.message
+    complete = look(fleet_of(in_phase("Rolling")), [*(a_pod(n, NEW) for n in range(4)), stranger])
+    assert (complete.status.update.phase, list(complete.evict)) == ("Complete", [])
 
 
 def test_going_back_to_what_was_good_needs_no_canary() -> None:
