@@ -16,14 +16,14 @@ from poc_operator.cli import VERSION, gateway_proxy, output, preflight
 from poc_operator.cli.cluster import FAILED, Cluster, Forbidden, NotFound, Object, UserError, connect, core
 from poc_operator.cli.looking import deployments, known, now
 from poc_operator.cli.options import Context, GatewayPlace, Kubeconfig, Namespace, Output
-from poc_operator.cli.output import Format
+from poc_operator.cli.output import Column, Format
 from poc_operator.cli.preflight import Check, Level
 
 KINDS: tuple[type[Resource], ...] = (PoCRound, PoCValidation, PoCCalibration, PoCFleet)
 _CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 #: Without the contents of Secrets.
 _METADATA_ONLY = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"}
-_COLUMNS = ("CHECK", "RESULT", "FINDING", "REMEDY")
+_COLUMNS = (Column("RESULT"), Column("FINDING"))
 
 
 def check(
@@ -38,12 +38,21 @@ def check(
     cluster = connect(context, namespace, kubeconfig)
     found = list(checks(cluster, gateway))
     if format_ is Format.TABLE:
-        rows = [(one.about, one.level.upper(), one.finding, one.remedy) for one in found]
-        output.console().print(output.table("", _COLUMNS, rows))
+        output.console().print(table(found))
     else:
         output.show([one.model_dump(mode="json", by_alias=True) for one in found], format_)
     if preflight.worst(found) is Level.ERROR:
         raise typer.Exit(FAILED)
+
+
+def table(found: Iterable[Check]) -> output.Fitted:
+    """Return the table. A remedy stands on lines of its own, where commands have the width that they need."""
+    return output.table("", _COLUMNS, [_row(one) for one in found])
+
+
+def _row(one: Check) -> tuple[str, str]:
+    remedy = f"\nWhat to do: {one.remedy}" if one.remedy else ""
+    return one.level.upper(), f"{one.about}: {one.finding}{remedy}"
 
 
 def checks(cluster: Cluster, gateway: str | None) -> Iterator[Check]:

@@ -14,7 +14,7 @@ from poc_operator.cli import output, rollout_history
 from poc_operator.cli.cluster import FAILED, Cluster, UserError, collection, connect, core
 from poc_operator.cli.looking import deployments
 from poc_operator.cli.options import Context, FleetName, Kubeconfig, Namespace, Output
-from poc_operator.cli.output import NONE, Format
+from poc_operator.cli.output import NONE, Column, Format
 from poc_operator.fleets.resolve import Invalid, Presets, packaged, with_config_maps
 
 app = typer.Typer(help="List presets; follow, pause and undo updates of pods.", no_args_is_help=True)
@@ -25,7 +25,15 @@ rollout.command()(rollout_history.undo)
 
 #: Label of ConfigMaps with presets.
 _PRESETS = "poc.gonka.ai/presets=true"
-_COLUMNS = ("NAME", "MODEL", "GPUS", "NONCES/MIN", "SEQLEN", "KDIM", "WEIGHTS")
+_COLUMNS = (
+    Column("NAME"),
+    Column("MODEL"),
+    Column("GPUS"),
+    Column("NONCES/MIN"),
+    Column("SEQLEN", rank=2),
+    Column("KDIM", rank=3),
+    Column("WEIGHTS", rank=1),
+)
 LOOK_SECONDS = 2.0
 
 
