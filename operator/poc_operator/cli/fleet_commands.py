@@ -138,24 +138,37 @@ def rollout_lines(fleet: PoCFleet) -> list[str]:
 
 @rollout.command()
 def pause(
-    name: FleetName, *, context: Context = None, kubeconfig: Kubeconfig = None, namespace: Namespace = None
+    name: FleetName,
+    *,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    namespace: Namespace = None,
+    format_: Output = Format.TABLE,
 ) -> None:
     """Replace no further pod until the update is resumed."""
-    _set_paused(connect(context, namespace, kubeconfig), name, paused=True)
+    _set_paused(connect(context, namespace, kubeconfig), name, format_, paused=True)
 
 
 @rollout.command()
 def resume(
-    name: FleetName, *, context: Context = None, kubeconfig: Kubeconfig = None, namespace: Namespace = None
+    name: FleetName,
+    *,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    namespace: Namespace = None,
+    format_: Output = Format.TABLE,
 ) -> None:
     """Go on with an update that was paused."""
-    _set_paused(connect(context, namespace, kubeconfig), name, paused=False)
+    _set_paused(connect(context, namespace, kubeconfig), name, format_, paused=False)
 
 
-def _set_paused(cluster: Cluster, name: str, *, paused: bool) -> None:
+def _set_paused(cluster: Cluster, name: str, format_: Format, *, paused: bool) -> None:
     word = "paused" if paused else "resumed"
     if cluster.object(PoCFleet, name).spec.update.paused is paused:
         raise UserError(f'the fleet "{name}" is {"paused" if paused else "not paused"} already: nothing was changed')
     path = f"{collection(PoCFleet, cluster.namespace)}/{name}"
-    cluster.send("PATCH", path, {"spec": {"update": {"paused": paused}}})
-    sys.stdout.write(f"pocfleet.poc.gonka.ai/{name} {word}\n")
+    made = cluster.send("PATCH", path, {"spec": {"update": {"paused": paused}}})
+    if format_ is Format.TABLE:
+        sys.stdout.write(f"pocfleet.poc.gonka.ai/{name} {word}\n")
+    else:
+        output.show(made, format_)

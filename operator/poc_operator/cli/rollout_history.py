@@ -76,6 +76,7 @@ def undo(
     context: Context = None,
     kubeconfig: Kubeconfig = None,
     namespace: Namespace = None,
+    format_: Output = Format.TABLE,
 ) -> None:
     """Set the spec of a fleet's pods back to that of an earlier revision."""
     cluster = connect(context, namespace, kubeconfig)
@@ -88,7 +89,10 @@ def undo(
     except UndoError as error:
         raise UserError(f'the fleet "{name}" cannot go back: {error}') from error
     path = f"{collection(PoCFleet, cluster.namespace)}/{name}"
-    cluster.send("PUT", path, {**body, "spec": spec}, {"dryRun": "All"} if dry_run else {})
+    made = cluster.send("PUT", path, {**body, "spec": spec}, {"dryRun": "All"} if dry_run else {})
+    if format_ is not Format.TABLE:
+        output.show(made, format_)
+        return
     sys.stdout.write("\n".join([_done(fleet, revision, dry_run=dry_run), *_hints(fleet, body)]) + "\n")
 
 

@@ -134,6 +134,9 @@ def test_what_could_not_be_read_is_named(run: Run, api: ApiPaths, tmp_path: Path
     assert (done.code, told in done.out) == (0, True)
     assert "logs/poc/demo-0-vllm.log: you lack a right" in left
     assert "secrets is forbidden" in left
+    found = json.loads(run("bundle", "-f", str(file), "-o", "json").out)
+    assert (found["file"], found["leftOut"]) == (str(file), left.splitlines())
+    assert "check.json" in found["files"]
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,17 @@ import shlex
 import threading
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
 from poc_operator.cli import VERSION, looking
 from poc_operator.cli.cluster import REQUEST_SECONDS
-from poc_operator.cli.program import completions, guarded
+from poc_operator.cli.program import app, completions, guarded
 from tests.docs.pages import ROOT
 from tests.support.fakes.api_paths import ApiPaths
 from tests.unit.poc_operator.cli import seen
@@ -346,6 +348,40 @@ def test_watch_ends_with_the_round_and_tells_its_failure(run: Run, api: ApiPaths
     assert (done.code, json.loads(done.out)["state"]) == (1, "Failed")
 
 
+@pytest.mark.parametrize(("state", "code"), [("Complete", 0), ("Failed", 1)])
+def test_a_round_that_is_created_and_watched_is_one_document(
+    run: Run, api: ApiPaths, tmp_path: Path, state: str, code: int
+) -> None:
+    manifest = tmp_path / "round.yaml"
+    manifest.write_text(yaml.safe_dump(seen.a_round()))
+    api.answers[f"POST {seen.ROUNDS}"] = (201, seen.a_round())
+    api.answers[f"{seen.API}/pocrounds/round-1"] = seen.a_round(state=state, running=0)
+    done = run("round", "create", "-f", str(manifest), "-o", "json", "-w")
+    assert (done.code, json.loads(done.out)["state"]) == (code, state)
+    assert yaml.safe_load(run("round", "create", "-f", str(manifest), "-o", "yaml", "-w").out)["state"] == state
+    checked = json.loads(run("round", "create", "-f", str(manifest), "-o", "json", "-w", "--dry-run").out)
+    assert checked["kind"] == "PoCRound"
+
+
+#: Commands without ``--output``, with the reason.
+NO_OUTPUT = {"round export": "what it writes is for programs already: --format says how"}
+
+
+def _leaves(command: Any, words: str = "") -> Iterator[tuple[str, set[str]]]:  # noqa: ANN401 - Typer's own class
+    """Return the commands that have none below, each with its options."""
+    below = getattr(command, "commands", {})
+    for name, one in below.items():
+        yield from _leaves(one, f"{words} {name}".strip())
+    if not below:
+        yield words, {option for parameter in command.params for option in parameter.opts}
+
+
+def test_every_command_writes_for_programs_too() -> None:
+    leaves = dict(_leaves(typer.main.get_command(app)))
+    assert {"status", "bundle", "fleet rollout undo"} <= set(leaves)
+    assert {words for words, options in leaves.items() if "--output" not in options} == set(NO_OUTPUT)
+
+
 def test_presets_need_no_cluster(run: Run, api: ApiPaths) -> None:
     found = json.loads(run("fleet", "presets", "-o", "json").out)
     assert "minimax-m2.7" in {preset["name"] for preset in found}
@@ -358,6 +394,8 @@ def test_a_rollout_is_paused_and_resumed(run: Run, api: ApiPaths) -> None:
     assert run("fleet", "rollout", "pause", "demo").out == "pocfleet.poc.gonka.ai/demo paused\n"
     assert api.asked[-1].body == {"spec": {"update": {"paused": True}}}
     assert run("fleet", "rollout", "resume", "demo").code == 1  # it is not paused
+    done = run("fleet", "rollout", "pause", "demo", "-o", "json")
+    assert (done.code, json.loads(done.out)["metadata"]["name"]) == (0, "demo")
 
 
 def test_a_rollout_that_has_stopped_is_waited_for_no_longer(run: Run, api: ApiPaths) -> None:
