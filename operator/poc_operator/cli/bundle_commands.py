@@ -37,7 +37,7 @@ _KINDS: tuple[type[PoCRound] | type[PoCFleet] | type[PoCValidation] | type[PoCCa
     PoCValidation,
     PoCCalibration,
 )
-#: Lines of each log, and explanations of rounds, at most.
+#: Lines of each log, and explanations of each kind, at most.
 LOG_LINES = 2000
 _MOST_EXPLAINED = 50
 _LOG_BYTES = 4 * 2**20
@@ -144,8 +144,7 @@ def contents(cluster: Cluster, seen: Surroundings, gateway: str | None) -> Itera
 
 
 def _explanations(cluster: Cluster) -> Iterator[str]:
-    kinds: tuple[type[PoCRound] | type[PoCFleet], ...] = (PoCFleet, PoCRound)
-    for kind in kinds:
+    for kind in _KINDS:
         for body in cluster.items(collection(kind, cluster.namespace))[-_MOST_EXPLAINED:]:
             yield "\n".join(sentences(account(evidence(cluster, parsed(kind, body)))))
 

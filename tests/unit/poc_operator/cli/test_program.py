@@ -167,6 +167,15 @@ def test_an_unexpected_error_shows_no_traceback(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.startswith("error: this is a defect of the plugin (KeyError: 'x')")
 
 
+@pytest.mark.parametrize(
+    ("plural", "body"), [("pocvalidations", seen.a_validation("x")), ("poccalibrations", seen.a_calibration("x"))]
+)
+def test_a_bare_name_is_looked_for_in_all_kinds(run: Run, api: ApiPaths, plural: str, body: dict[str, Any]) -> None:
+    api.answers[f"{seen.API}/{plural}/x"] = body
+    done = run("explain", "x")
+    assert (done.code, done.out.splitlines()[0]) == (0, f"{body['kind']} poc/x"), done.err
+
+
 def test_explain_tells_what_keeps_results_in_the_gateway_or_out_of_it(run: Run, api: ApiPaths) -> None:
     api.answers |= seen.a_gateway()
     told = {"receiver": "https://network:1/x", "backlog": 300, "last_error": "HTTP 502: Bad Gateway"}
@@ -462,14 +471,20 @@ def test_the_version_is_that_of_the_distribution() -> None:
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
 
 
-def test_kubectl_gets_completions(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kubectl_gets_completions(run: Run, api: ApiPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_KUBECTL_POC_COMPLETE", "_TYPER_COMPLETE_ARGS", "_TYPER_COMPLETE_FISH_ACTION"):
         monkeypatch.setenv(name, "")  # so that these are gone after the test: they would answer the commands of others
     assert run("status").code == 0  # the environment leads to the test's cluster
+    api.answers[f"{seen.API}/pocvalidations"] = [seen.a_validation()]
+    api.answers[f"{seen.API}/poccalibrations"] = [seen.a_calibration()]
     for words, wanted in (
         (["sta"], "status"),
         (["round", ""], "export"),
         (["round", "watch", "ro"], "round-1"),
+        (["explain", ""], "round-1"),
+        (["explain", ""], "calibration/calibration-1"),
         (["explain", "fleet/"], "fleet/demo"),
+        (["explain", "val"], "validation/validation-1"),
+        (["explain", "calibration/c"], "calibration/calibration-1"),
     ):
         assert wanted in [line.split("\t")[0] for line in completions(words)], words
