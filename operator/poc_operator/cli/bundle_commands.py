@@ -20,13 +20,14 @@ from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, WORKER_LABELS
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation
-from poc_operator.cli import VERSION
+from poc_operator.cli import VERSION, output
 from poc_operator.cli.check_commands import checks
 from poc_operator.cli.cluster import Cluster, Object, UserError, collection, connect, core, parsed
 from poc_operator.cli.explanation import account, sentences
 from poc_operator.cli.gateway_proxy import SELECTOR as GATEWAY_SELECTOR
 from poc_operator.cli.looking import OPERATOR_SELECTOR, evidence, look, now
-from poc_operator.cli.options import Context, GatewayPlace, Kubeconfig, Namespace
+from poc_operator.cli.options import Context, GatewayPlace, Kubeconfig, Namespace, Output
+from poc_operator.cli.output import Format
 from poc_operator.cli.overview import overview
 from poc_operator.cli.redaction import Redactor, variable_values
 
@@ -36,7 +37,7 @@ _KINDS: tuple[type[PoCRound] | type[PoCFleet] | type[PoCValidation] | type[PoCCa
     PoCValidation,
     PoCCalibration,
 )
-#: Lines of each log, and explanations of rounds, at most.
+#: Lines of each log, and explanations of each kind, at most.
 LOG_LINES = 2000
 _MOST_EXPLAINED = 50
 _LOG_BYTES = 4 * 2**20
@@ -55,6 +56,7 @@ def bundle(
     kubeconfig: Kubeconfig = None,
     namespace: Namespace = None,
     gateway: GatewayPlace = None,
+    format_: Output = Format.TABLE,
 ) -> None:
     """Write an archive with objects, Events, logs and checks of a namespace, without secrets."""
     cluster = connect(context, namespace, kubeconfig)
@@ -65,6 +67,9 @@ def bundle(
     left_out = [*map(redactor.text, seen.notes), *left_out]
     left = "".join(f"{line}\n" for line in left_out)
     archive({**files, "left-out.txt": left or "nothing\n"}, target)
+    if format_ is not Format.TABLE:
+        output.show({"file": str(target), "files": list(files), "leftOut": left_out}, format_)
+        return
     sys.stdout.write(
         f"{target}: {len(files)} files; {len(left_out)} things could not be read, see left-out.txt in it\n"
     )
@@ -139,8 +144,7 @@ def contents(cluster: Cluster, seen: Surroundings, gateway: str | None) -> Itera
 
 
 def _explanations(cluster: Cluster) -> Iterator[str]:
-    kinds: tuple[type[PoCRound] | type[PoCFleet], ...] = (PoCFleet, PoCRound)
-    for kind in kinds:
+    for kind in _KINDS:
         for body in cluster.items(collection(kind, cluster.namespace))[-_MOST_EXPLAINED:]:
             yield "\n".join(sentences(account(evidence(cluster, parsed(kind, body)))))
 

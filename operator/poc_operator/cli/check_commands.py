@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import typer
@@ -14,16 +15,17 @@ from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.cli import VERSION, gateway_proxy, output, preflight
 from poc_operator.cli.cluster import FAILED, Cluster, Forbidden, NotFound, Object, UserError, connect, core
-from poc_operator.cli.looking import deployments, known, now
+from poc_operator.cli.explanation import Evidence
+from poc_operator.cli.looking import GATEWAY_SECONDS, KindT, deployments, known, now
 from poc_operator.cli.options import Context, GatewayPlace, Kubeconfig, Namespace, Output
-from poc_operator.cli.output import Format
+from poc_operator.cli.output import Column, Format
 from poc_operator.cli.preflight import Check, Level
 
 KINDS: tuple[type[Resource], ...] = (PoCRound, PoCValidation, PoCCalibration, PoCFleet)
 _CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 #: Without the contents of Secrets.
 _METADATA_ONLY = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"}
-_COLUMNS = ("CHECK", "RESULT", "FINDING", "REMEDY")
+_COLUMNS = (Column("RESULT"), Column("FINDING"))
 
 
 def check(
@@ -34,16 +36,25 @@ def check(
     gateway: GatewayPlace = None,
     format_: Output = Format.TABLE,
 ) -> None:
-    """Check CRDs, operator, gateway, GPUs, fleets, Secrets and PVCs; exit code 1 if something is wrong."""
+    """Check CRDs, operator, gateway, GPUs, fleets, Secrets, PVCs and rounds; exit code 1 if something is wrong."""
     cluster = connect(context, namespace, kubeconfig)
     found = list(checks(cluster, gateway))
     if format_ is Format.TABLE:
-        rows = [(one.about, one.level.upper(), one.finding, one.remedy) for one in found]
-        output.console().print(output.table("", _COLUMNS, rows))
+        output.console().print(table(found))
     else:
         output.show([one.model_dump(mode="json", by_alias=True) for one in found], format_)
     if preflight.worst(found) is Level.ERROR:
         raise typer.Exit(FAILED)
+
+
+def table(found: Iterable[Check]) -> output.Fitted:
+    """Return the table. A remedy stands on lines of its own, where commands have the width that they need."""
+    return output.table("", _COLUMNS, [_row(one) for one in found])
+
+
+def _row(one: Check) -> tuple[str, str]:
+    remedy = f"\nWhat to do: {one.remedy}" if one.remedy else ""
+    return one.level.upper(), f"{one.about}: {one.finding}{remedy}"
 
 
 def checks(cluster: Cluster, gateway: str | None) -> Iterator[Check]:
@@ -55,6 +66,7 @@ def checks(cluster: Cluster, gateway: str | None) -> Iterator[Check]:
     yield from _guarded("gateway", lambda: _gateway(cluster, gateway))
     yield from _guarded("GPUs", lambda: [preflight.gpus(cluster.items(core("nodes")))])
     yield from _guarded("fleets", lambda: _fleets(cluster))
+    yield from _guarded("rounds", lambda: _rounds(cluster, gateway))
 
 
 def _guarded(about: str, look: Callable[[], Iterable[Check]]) -> list[Check]:
@@ -97,13 +109,17 @@ def _lease(cluster: Cluster, path: str) -> list[Check]:
 
 
 def _gateway(cluster: Cluster, option: str | None) -> Iterator[Check]:
-    found = [gateway_proxy.parse_place(option)] if option else gateway_proxy.places(cluster)
+    found = _places(cluster, option)
     if not found:
         remedy = "install the chart with gateway.enabled, if results are to be kept or the network served"
         yield preflight.warning("gateway", "there is none: pods deliver straight to the receivers", remedy)
     for place in found:
         yield from _answers(cluster, place)
         yield from _guarded(f"gateway {place}", partial(_gateway_objects, cluster, place))
+
+
+def _places(cluster: Cluster, option: str | None) -> list[gateway_proxy.Place]:
+    return [gateway_proxy.parse_place(option)] if option else gateway_proxy.places(cluster)
 
 
 def _answers(cluster: Cluster, place: gateway_proxy.Place) -> list[Check]:
@@ -136,10 +152,7 @@ def _gateway_objects(cluster: Cluster, place: gateway_proxy.Place) -> Iterator[C
 
 
 def _fleets(cluster: Cluster) -> Iterator[Check]:
-    try:
-        found = known(cluster, PoCFleet, None)
-    except Forbidden:
-        found = known(cluster, PoCFleet, cluster.namespace)
+    found = _everywhere(cluster, PoCFleet)
     if not found:
         yield preflight.warning("fleets", "there is none", "create a PoCFleet, or label pods of your own")
     yield from preflight.fleets(found)
@@ -147,6 +160,46 @@ def _fleets(cluster: Cluster) -> Iterator[Check]:
         secrets, claims = preflight.fleet_secrets(fleet), preflight.fleet_claims(fleet)
         of = f"the fleet {fleet.metadata.name}"
         yield from _objects(cluster, fleet.metadata.namespace, secrets, claims, of)
+
+
+def _everywhere(cluster: Cluster, kind: type[KindT]) -> list[KindT]:
+    """Return the objects of all namespaces, or of the user's where more may not be read."""
+    try:
+        return known(cluster, kind, None)
+    except Forbidden:
+        return known(cluster, kind, cluster.namespace)
+
+
+def _rounds(cluster: Cluster, option: str | None) -> Iterator[Check]:
+    found = [one for one in _everywhere(cluster, PoCRound) if not one.status.state.finished]
+    if not found:
+        yield preflight.ok("rounds", "none is under way")
+        return
+    gateways = _asked(cluster, option)
+    for one in found:
+        told = _forwarding(gateways, one)
+        yield from preflight.unfinished_round(Evidence(subject=one, now=now(), forwarding=told, gateway=option))
+
+
+def _asked(cluster: Cluster, option: str | None) -> list[gateway_proxy.Gateway]:
+    """Return the gateways that may be asked: of the others it is told already."""
+    try:
+        return [gateway_proxy.find(cluster, str(place), GATEWAY_SECONDS) for place in _places(cluster, option)]
+    except UserError:
+        return []
+
+
+def _forwarding(gateways: list[gateway_proxy.Gateway], found: PoCRound) -> gateway_proxy.Forwarding | None:
+    """Return what the gateway that has a round tells of it. One that gives no answer is asked no more."""
+    for gateway in list(gateways):
+        try:
+            told = gateway.forwarding(found.metadata.namespace, found.metadata.name)
+        except UserError:
+            gateways.remove(gateway)
+            continue
+        if told.knows_round:
+            return replace(told, storage_full=False)  # of its disk it is told once, not with each round
+    return None
 
 
 def _objects(cluster: Cluster, namespace: str, secrets: list[str], claims: list[str], of: str) -> Iterator[Check]:

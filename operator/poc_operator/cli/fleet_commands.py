@@ -14,7 +14,7 @@ from poc_operator.cli import output, rollout_history
 from poc_operator.cli.cluster import FAILED, Cluster, UserError, collection, connect, core
 from poc_operator.cli.looking import deployments
 from poc_operator.cli.options import Context, FleetName, Kubeconfig, Namespace, Output
-from poc_operator.cli.output import NONE, Format
+from poc_operator.cli.output import NONE, Column, Format
 from poc_operator.fleets.resolve import Invalid, Presets, packaged, with_config_maps
 
 app = typer.Typer(help="List presets; follow, pause and undo updates of pods.", no_args_is_help=True)
@@ -25,7 +25,15 @@ rollout.command()(rollout_history.undo)
 
 #: Label of ConfigMaps with presets.
 _PRESETS = "poc.gonka.ai/presets=true"
-_COLUMNS = ("NAME", "MODEL", "GPUS", "NONCES/MIN", "SEQLEN", "KDIM", "WEIGHTS")
+_COLUMNS = (
+    Column("NAME"),
+    Column("MODEL"),
+    Column("GPUS"),
+    Column("NONCES/MIN"),
+    Column("SEQLEN", rank=2),
+    Column("KDIM", rank=3),
+    Column("WEIGHTS", rank=1),
+)
 LOOK_SECONDS = 2.0
 
 
@@ -130,24 +138,37 @@ def rollout_lines(fleet: PoCFleet) -> list[str]:
 
 @rollout.command()
 def pause(
-    name: FleetName, *, context: Context = None, kubeconfig: Kubeconfig = None, namespace: Namespace = None
+    name: FleetName,
+    *,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    namespace: Namespace = None,
+    format_: Output = Format.TABLE,
 ) -> None:
     """Replace no further pod until the update is resumed."""
-    _set_paused(connect(context, namespace, kubeconfig), name, paused=True)
+    _set_paused(connect(context, namespace, kubeconfig), name, format_, paused=True)
 
 
 @rollout.command()
 def resume(
-    name: FleetName, *, context: Context = None, kubeconfig: Kubeconfig = None, namespace: Namespace = None
+    name: FleetName,
+    *,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    namespace: Namespace = None,
+    format_: Output = Format.TABLE,
 ) -> None:
     """Go on with an update that was paused."""
-    _set_paused(connect(context, namespace, kubeconfig), name, paused=False)
+    _set_paused(connect(context, namespace, kubeconfig), name, format_, paused=False)
 
 
-def _set_paused(cluster: Cluster, name: str, *, paused: bool) -> None:
+def _set_paused(cluster: Cluster, name: str, format_: Format, *, paused: bool) -> None:
     word = "paused" if paused else "resumed"
     if cluster.object(PoCFleet, name).spec.update.paused is paused:
         raise UserError(f'the fleet "{name}" is {"paused" if paused else "not paused"} already: nothing was changed')
     path = f"{collection(PoCFleet, cluster.namespace)}/{name}"
-    cluster.send("PATCH", path, {"spec": {"update": {"paused": paused}}})
-    sys.stdout.write(f"pocfleet.poc.gonka.ai/{name} {word}\n")
+    made = cluster.send("PATCH", path, {"spec": {"update": {"paused": paused}}})
+    if format_ is Format.TABLE:
+        sys.stdout.write(f"pocfleet.poc.gonka.ai/{name} {word}\n")
+    else:
+        output.show(made, format_)

@@ -81,19 +81,19 @@ def known(cluster: Cluster, kind: type[KindT], namespace: str | None) -> list[Ki
 
 
 def subject(cluster: Cluster, text: str) -> Subject:
-    """Return the object that ``NAME`` or ``KIND/NAME`` is; a bare name is that of a round, else of a fleet."""
+    """Return the object that ``NAME`` or ``KIND/NAME`` is; of a bare name the first in the order of `KINDS`."""
     word, slash, name = text.partition("/")
     if slash:
         if word.lower() not in KINDS:
             raise UserError(f'"{word}" is no kind: use round, fleet, validation or calibration', 2)
         return cluster.object(KINDS[word.lower()], name)
-    try:
-        return cluster.object(PoCRound, text)
-    except NotFound as error:
+    errors = list[NotFound]()
+    for kind in dict.fromkeys(KINDS.values()):
         try:
-            return cluster.object(PoCFleet, text)
-        except NotFound:
-            raise error from None
+            return cluster.object(kind, text)
+        except NotFound as error:
+            errors.append(error)
+    raise errors[0]  # most likely a round was meant
 
 
 def evidence(

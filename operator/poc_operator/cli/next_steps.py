@@ -58,7 +58,7 @@ COMMANDS: Mapping[Reason, str] = {
     Reason.REQUEST_REFUSED: _LOG,
     Reason.PROOFS_UNAVAILABLE: _GET,
     Reason.CALLBACK_SECRET_UNAVAILABLE: _SECRETS,
-    Reason.INTERNAL_ERROR: "kubectl poc bundle",
+    Reason.INTERNAL_ERROR: "kubectl poc -n {namespace} bundle",
     Reason.TOO_MANY_SLOTS: _GET,
     Reason.START_DEADLINE_EXCEEDED: _STATUS,
     Reason.PODS_IDLE: _STATUS,

@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that commands share, and what completes names of objects."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from poc_operator.apis.v1alpha1.calibration import PoCCalibration
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.meta import Resource
 from poc_operator.apis.v1alpha1.round import PoCRound
+from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.cli.cluster import UserError, connect
 from poc_operator.cli.output import Format
+
+#: Kinds that ``explain`` takes beside rounds, by the word before the name.
+_OTHER_KINDS: Mapping[str, type[Resource]] = {
+    "fleet": PoCFleet,
+    "validation": PoCValidation,
+    "calibration": PoCCalibration,
+}
 
 
 def _names(context: typer.Context, kind: type[Resource]) -> list[str]:
@@ -45,9 +55,12 @@ def complete_fleet(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_subject(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return what ``explain`` takes: names of rounds, and of fleets with their kind."""
-    fleets = [f"fleet/{name}" for name in _names(ctx, PoCFleet)]
-    return [name for name in [*_names(ctx, PoCRound), *fleets] if name.startswith(incomplete)]
+    """Return what ``explain`` takes: names of rounds, and of the other kinds' objects with their kind."""
+    found = [] if "/" in incomplete else _names(ctx, PoCRound)
+    for word, kind in _OTHER_KINDS.items():
+        if f"{word}/".startswith(incomplete) or incomplete.startswith(f"{word}/"):  # else nobody need be asked
+            found += [f"{word}/{name}" for name in _names(ctx, kind)]
+    return [name for name in found if name.startswith(incomplete)]
 
 
 Context = Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.", show_default=False)]
@@ -70,7 +83,7 @@ FleetName = Annotated[str, typer.Argument(help="Name of a PoCFleet.", autocomple
 SubjectName = Annotated[
     str,
     typer.Argument(
-        help="A round's name, or round/NAME, fleet/NAME, validation/NAME, calibration/NAME.",
+        help="A name, or round/NAME, fleet/NAME, validation/NAME, calibration/NAME where several have it.",
         autocompletion=complete_subject,
         metavar="NAME",
     ),

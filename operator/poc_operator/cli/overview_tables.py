@@ -5,21 +5,58 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from poc_operator.apis.v1alpha1.status import State
 from poc_operator.cli import output
-from poc_operator.cli.output import NONE, bar, number, period
+from poc_operator.cli.output import NONE, SHORT_BAR_CELLS, Cell, Column, Fitted, bar, number, period
 from poc_operator.cli.overview import MOST_SLOTS, FleetRow, Overview, PodRow, RoundRow, SlotRow
 
 #: Rounds that are over and shown all the same.
 MOST_OVER = 10
 
-_FLEETS = ("NAME", "MODEL", "READY", "UP-TO-DATE", "UPDATE", "STATUS", "AGE", "MESSAGE")
-_ROUNDS = ("NAME", "STATE", "SLOTS", "PROGRESS", "CHECKED", "VALID", "RATE", "HELD BY CHAT", "ETA", "AGE", "DEGRADED")
-_SLOTS = ("SLOT", "POD", "STATE", "DELIVERED, OF THE FASTEST", "DELIVERED", "BACKLOG", "RATE", "HELD BY CHAT")
-_PODS = ("NAME", "FLEET", "STAGE", "SELF-CHECK", "COMPUTES", "KUBERNETES NODE", "AGE")
+_FLEETS = (
+    Column("NAME"),
+    Column("MODEL", rank=2),
+    Column("READY"),
+    Column("UP-TO-DATE", "NEW", rank=3),
+    Column("UPDATE", rank=1),
+    Column("STATUS"),
+    Column("AGE", rank=4),
+    Column("MESSAGE"),
+)
+_ROUNDS = (
+    Column("NAME"),
+    Column("STATE"),
+    Column("SLOTS", rank=1),
+    Column("PROGRESS"),
+    Column("CHECKED", rank=5),
+    Column("VALID", rank=4),
+    Column("RATE"),
+    Column("HELD BY CHAT", "CHAT", rank=2),
+    Column("ETA"),
+    Column("AGE", rank=3),
+    Column("DEGRADED"),
+)
+_SLOTS = (
+    Column("SLOT"),
+    Column("POD"),
+    Column("STATE"),
+    Column("DELIVERED, OF THE FASTEST", "OF THE FASTEST", rank=1),
+    Column("DELIVERED", rank=3),
+    Column("BACKLOG", rank=4),
+    Column("RATE"),
+    Column("HELD BY CHAT", "CHAT", rank=2),
+)
+_PODS = (
+    Column("NAME"),
+    Column("FLEET", rank=1),
+    Column("STAGE"),
+    Column("SELF-CHECK", rank=3),
+    Column("COMPUTES"),
+    Column("KUBERNETES NODE", "K8S NODE", rank=2),
+    Column("AGE", rank=4),
+)
 
 
 def tables(found: Overview, *, everywhere: bool) -> RenderableType:
@@ -66,16 +103,16 @@ def slots(row: RoundRow) -> list[RenderableType]:
     return made
 
 
-def _slot_table(title: str, rows: Iterable[SlotRow]) -> Table:
+def _slot_table(title: str, rows: Iterable[SlotRow]) -> Fitted:
     return output.table(title, _SLOTS, [_slot(row) for row in rows])
 
 
-def _slot(row: SlotRow) -> list[str]:
+def _slot(row: SlotRow) -> list[Cell]:
     return [
         f"{row.node}/{row.group}",
         row.pod or NONE,
         row.state,
-        bar(row.share),
+        (bar(row.share), bar(row.share, SHORT_BAR_CELLS)),
         number(row.delivered),
         number(row.backlog),
         f"{row.rate:.1f}/s" if row.rate is not None else NONE,
@@ -83,30 +120,40 @@ def _slot(row: SlotRow) -> list[str]:
     ]
 
 
-def _held(row: SlotRow) -> str:
+def _held(row: SlotRow) -> Cell:
     if row.held_by_chat is None:
         return NONE
     now = "now" if row.held_by_chat else "no"
     if row.held_share is not None:
-        return f"{now}, {100 * row.held_share:.0f} % of the time"
-    return f"{now}, {period(timedelta(seconds=row.held_seconds or 0))} in all"
+        share = f"{now}, {100 * row.held_share:.0f} %"
+        return f"{share} of the time", share
+    span = f"{now}, {period(timedelta(seconds=row.held_seconds or 0))}"
+    return f"{span} in all", span
 
 
-def _round(row: RoundRow, *, everywhere: bool) -> list[str]:
-    chat = f"{row.held_by_chat} of {row.running} pods" if row.held_by_chat is not None else NONE
+def _round(row: RoundRow, *, everywhere: bool) -> list[Cell]:
+    chat: Cell = NONE
+    if row.held_by_chat is not None:
+        chat = f"{row.held_by_chat} of {row.running} pods", f"{row.held_by_chat}/{row.running}"
     return [
         _name(row.namespace, row.name, everywhere=everywhere),
         row.state,
         f"{row.running}/{row.desired}",
-        bar(row.share) or row.goal,
+        _progress(row),
         number(row.checked),
         number(row.valid),
         f"{row.rate:.1f}/s",
         chat,
         period(timedelta(seconds=row.eta_seconds)) if row.eta_seconds is not None else NONE,
         period(timedelta(seconds=row.age_seconds)),
-        row.degraded or NONE,
+        row.degraded.replace(",", ", ") or NONE,  # so that a line ends between two reasons
     ]
+
+
+def _progress(row: RoundRow) -> Cell:
+    if row.share is None:
+        return row.goal, "no goal"
+    return bar(row.share), bar(row.share, SHORT_BAR_CELLS)
 
 
 def _fleet(row: FleetRow, *, everywhere: bool) -> list[str]:

@@ -13,6 +13,7 @@ from poc_operator.apis.v1alpha1.meta import VERSION, Resource
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.schema import ApiModel, aliases
 from poc_operator.cli.cluster import Object
+from poc_operator.cli.explanation import Evidence, account
 
 #: Label with the version of what a chart has installed.
 VERSION_LABEL = "app.kubernetes.io/version"
@@ -22,6 +23,19 @@ _LATE = 2
 SLOW_SECONDS = 2.0
 #: A certificate that is valid for less time counts as forgotten; the alert PoCGatewayCertificateExpires has the same.
 CERTIFICATE_LEFT = timedelta(days=7)
+#: Reasons of rounds that often pass by themselves. Those of slots are those of the alert PoCWorkImpaired.
+PASSING = frozenset(
+    {
+        Reason.NO_POD_READY,
+        Reason.PENDING,
+        Reason.PODS_BUSY,
+        Reason.PODS_LEFT,
+        Reason.RESULTS_REJECTED,
+        Reason.SLOTS_LEAVING,
+        Reason.SLOTS_PAUSED,
+        Reason.SLOTS_WAITING,
+    }
+)
 
 
 class Level(StrEnum):
@@ -221,6 +235,26 @@ def _remedy(reason: str) -> str:
         return EXPLANATIONS[Reason(reason)].remedy or ""
     except ValueError:
         return ""
+
+
+def unfinished_round(found: Evidence) -> list[Check]:
+    """Check that nothing keeps a round back: what ``explain`` would name, as far as it asks something of the user."""
+    meta, status = found.subject.metadata, found.subject.status
+    about = f"round {meta.namespace}/{meta.name}"
+    option = f" --gateway {found.gateway}" if found.gateway else ""
+    look = f"kubectl poc -n {meta.namespace} explain {meta.name}{option}"
+    wrong = [finding for finding in account(found).findings if finding.remedy]
+    if not wrong:
+        return [ok(about, f"nothing keeps it back: {status.message or 'no operator has seen it yet'}")]
+    return [
+        Check(
+            about=about,
+            level=Level.WARNING if finding.reason in PASSING else Level.ERROR,
+            finding=f"{finding.reason}: {finding.seen}",
+            remedy=f"{finding.remedy} {look}",
+        )
+        for finding in wrong
+    ]
 
 
 def fleet_claims(fleet: PoCFleet) -> list[str]:

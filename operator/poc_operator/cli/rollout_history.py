@@ -19,7 +19,7 @@ from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.cli import output
 from poc_operator.cli.cluster import Cluster, NotFound, Object, UserError, collection, connect, parsed
 from poc_operator.cli.options import Context, FleetName, Kubeconfig, Namespace, Output
-from poc_operator.cli.output import NONE, Format
+from poc_operator.cli.output import NONE, Column, Format
 from poc_operator.fleets.history import (
     Revision,
     UndoError,
@@ -31,7 +31,7 @@ from poc_operator.fleets.history import (
     target,
 )
 
-_COLUMNS = ("REVISION", "NAME", "AGE", "STATE", "MESSAGE")
+_COLUMNS = (Column("REVISION"), Column("NAME", rank=1), Column("AGE", rank=2), Column("STATE"), Column("MESSAGE"))
 #: Labels and annotations by which a tool marks an object that it keeps as it is in Git.
 _KEPT_BY: Mapping[str, str] = {
     "kustomize.toolkit.fluxcd.io/name": "Flux",
@@ -76,6 +76,7 @@ def undo(
     context: Context = None,
     kubeconfig: Kubeconfig = None,
     namespace: Namespace = None,
+    format_: Output = Format.TABLE,
 ) -> None:
     """Set the spec of a fleet's pods back to that of an earlier revision."""
     cluster = connect(context, namespace, kubeconfig)
@@ -88,7 +89,10 @@ def undo(
     except UndoError as error:
         raise UserError(f'the fleet "{name}" cannot go back: {error}') from error
     path = f"{collection(PoCFleet, cluster.namespace)}/{name}"
-    cluster.send("PUT", path, {**body, "spec": spec}, {"dryRun": "All"} if dry_run else {})
+    made = cluster.send("PUT", path, {**body, "spec": spec}, {"dryRun": "All"} if dry_run else {})
+    if format_ is not Format.TABLE:
+        output.show(made, format_)
+        return
     sys.stdout.write("\n".join([_done(fleet, revision, dry_run=dry_run), *_hints(fleet, body)]) + "\n")
 
 

@@ -51,7 +51,7 @@ def create(
     namespace: Namespace = None,
     format_: Output = Format.TABLE,
 ) -> None:
-    """Create a round of a manifest, with some fields changed."""
+    """Create a round of a manifest, with some fields changed. With json or yaml, --watch shows it once it is over."""
     cluster = connect(context, namespace, kubeconfig)
     changes = {
         "blockHash": block_hash,
@@ -61,9 +61,11 @@ def create(
     }
     manifest = changed(read_manifest(file, PoCRound), name, changes)
     made = create_object(cluster, PoCRound, manifest, dry_run=dry_run)
-    tell_created(PoCRound, made, format_, dry_run=dry_run)
-    if watch_it and not dry_run:
-        follow(cluster, made["metadata"]["name"], made["metadata"]["namespace"])
+    watched = watch_it and not dry_run
+    if format_ is Format.TABLE or not watched:  # programs get one document: what `round watch` shows them
+        tell_created(PoCRound, made, format_, dry_run=dry_run)
+    if watched:
+        follow(cluster, made["metadata"]["name"], made["metadata"]["namespace"], format_)
 
 
 def _stop(seconds: int | None, nonces: int | None) -> Mapping[str, int] | None:

@@ -63,7 +63,7 @@ def items(
     told = [item.told() for item in found[:MOST_ITEMS]]
     if len(found) > MOST_ITEMS:
         rest = f"{len(found) - MOST_ITEMS} more are not shown."
-        more = Item(subject="All", reason="More", act=False, seen=rest, remedy="", command="kubectl poc status")
+        more = Item(subject="All", reason="More", act=False, seen=rest, remedy="", command="kubectl poc status -A")
         told.append(more.told())
     return told
 

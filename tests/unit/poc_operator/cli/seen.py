@@ -84,6 +84,32 @@ def a_round(name: str = "round-1", *, state: str = "Running", conditions: Any = 
     }
 
 
+def a_validation(name: str = "validation-1", **status: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return a validation of results of the round."""
+    wanted = ("fleetRef", "blockHash", "blockHeight", "publicKey", "artifact", "model")
+    spec = {field: value for field, value in a_round()["spec"].items() if field in wanted}
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "PoCValidation",
+        "metadata": metadata(name),
+        "spec": {**spec, "proofs": {"round": {"name": "round-1"}}},
+        "status": {"observedGeneration": 1, "state": "Running", **status},
+    }
+
+
+def a_calibration(name: str = "calibration-1", **status: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return a calibration for a tenth of valid nonces."""
+    wanted = ("fleetRef", "blockHash", "blockHeight", "publicKey", "model")
+    spec = {field: value for field, value in a_round()["spec"].items() if field in wanted}
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "PoCCalibration",
+        "metadata": metadata(name),
+        "spec": {**spec, "validRate": "0.1"},
+        "status": {"observedGeneration": 1, "state": "Running", **status},
+    }
+
+
 def a_fleet(name: str = "demo", *, conditions: Any = (), update: Any = None, **spec: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return a fleet of two pods."""
     status = {"observedGeneration": 1, "ready": "2/2", "reason": "AllReplicasReady", "updatedReplicas": 2, "model": "m"}

@@ -89,8 +89,8 @@ def _laid_down(api: ApiPaths) -> None:
         "/api/v1/namespaces/poc/secrets": [{"data": {"token": base64.b64encode(token).decode()}}],
         f"{seen.PODS}/demo-0/log": _log(),
         seen.EVENTS: [seen.an_event("Failed", f"cannot log in: password={SECRETS['event']}")],
-        f"{seen.API}/pocvalidations": [],
-        f"{seen.API}/poccalibrations": [],
+        f"{seen.API}/pocvalidations": [seen.a_validation()],
+        f"{seen.API}/poccalibrations": [seen.a_calibration()],
     }
 
 
@@ -120,7 +120,9 @@ def test_an_archive_has_what_helps_and_no_secret(run: Run, api: ApiPaths, tmp_pa
         assert part in pods, part
     assert "value: '20'" in pods
     assert seen.BLOCK in texts["poc-bundle/objects/pocrounds.yaml"]
-    assert "PoCRound poc/round-1" in texts["poc-bundle/explanations.txt"]
+    told = texts["poc-bundle/explanations.txt"]
+    for subject in ("PoCRound poc/round-1", "PoCFleet poc/demo", "PoCValidation poc/v", "PoCCalibration poc/c"):
+        assert subject in told, subject
 
 
 def test_what_could_not_be_read_is_named(run: Run, api: ApiPaths, tmp_path: Path) -> None:
@@ -134,6 +136,9 @@ def test_what_could_not_be_read_is_named(run: Run, api: ApiPaths, tmp_path: Path
     assert (done.code, told in done.out) == (0, True)
     assert "logs/poc/demo-0-vllm.log: you lack a right" in left
     assert "secrets is forbidden" in left
+    found = json.loads(run("bundle", "-f", str(file), "-o", "json").out)
+    assert (found["file"], found["leftOut"]) == (str(file), left.splitlines())
+    assert "check.json" in found["files"]
 
 
 @pytest.mark.parametrize(

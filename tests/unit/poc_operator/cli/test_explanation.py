@@ -46,6 +46,15 @@ def test_a_reason_has_a_command_if_it_asks_something() -> None:
     assert fields <= set(Names.__dataclass_fields__)
 
 
+#: Beginnings of commands about what has no namespace.
+CLUSTER_WIDE = ("kubectl get nodes ", "kubectl get crd ", "kubectl poc fleet presets")
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS.values())))
+def test_a_command_names_the_namespace_of_what_it_is_about(command: str) -> None:
+    assert ("-n {namespace} " in command) != command.startswith(CLUSTER_WIDE)
+
+
 def test_a_reason_of_another_version_is_told_as_it_is() -> None:
     finding = explained("MoonFull", "the moon is full", evidence())
     assert (finding.seen, finding.remedy) == ("The moon is full.", "Install the plugin of the operator's version.")

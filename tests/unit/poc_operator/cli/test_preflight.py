@@ -2,6 +2,7 @@
 """What ``check`` finds, each with a remedy."""
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,13 @@ from tests.unit.poc_operator.cli.conftest import Run
 
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/vllm-poc-operator"
+EVERY_ROUND = "/apis/poc.gonka.ai/v1alpha1/pocrounds"
+FORWARDING = f"{seen.GATEWAY}/rounds/poc/round-1/forwarding"
+
+
+def a_round_with(type_: str, status: str, *reasons: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401
+    degraded = ",".join(reasons) if type_ == "Degraded" else ""
+    return seen.a_round(conditions=[seen.condition(type_, status, reasons[0], "why")], degraded=degraded, **more)
 
 
 def a_lease(seconds: float) -> dict[str, Any]:
@@ -102,6 +110,8 @@ def _whole(api: ApiPaths) -> Mapping[str, Any]:
         "/api/v1/namespaces/poc-system/secrets/tls": {"metadata": {}},
         "/api/v1/nodes": [a_node("8", "NVIDIA-H200")],
         "/apis/poc.gonka.ai/v1alpha1/pocfleets": [seen.a_fleet(conditions=[ready])],
+        EVERY_ROUND: [seen.a_round(), a_round_with("Progressing", "False", "PodsIdle", state="Failed")],
+        FORWARDING: {"receiver": None, "backlog": 0, "last_error": None},
     }
     return api.answers
 
@@ -130,6 +140,11 @@ def test_a_whole_cluster_is_right(run: Run, api: ApiPaths) -> None:
         ),
         ("/api/v1/namespaces/poc-system/secrets/tls", (404, {}), "Secret poc-system/tls"),
         ("/api/v1/namespaces/poc-system/persistentvolumeclaims/data", (404, {}), "PVC poc-system/data"),
+        (EVERY_ROUND, [a_round_with("Progressing", "False", "PodsUnreachable", state="Pending")], "round poc/round-1"),
+        (EVERY_ROUND, [a_round_with("Accepted", "False", "ModelMismatch", state="Pending")], "round poc/round-1"),
+        (EVERY_ROUND, [a_round_with("Degraded", "True", "DeliveriesFailing")], "round poc/round-1"),
+        (EVERY_ROUND, [a_round_with("Degraded", "True", "GatewayUnreachable")], "round poc/round-1"),
+        (FORWARDING, {"receiver": "https://network:1/x", "backlog": 3, "last_error": "HTTP 502"}, "round poc/round-1"),
     ],
 )
 def test_each_fault_is_found_and_fails(run: Run, api: ApiPaths, path: str, answer: Any, about: str) -> None:  # noqa: ANN401
@@ -138,6 +153,54 @@ def test_each_fault_is_found_and_fails(run: Run, api: ApiPaths, path: str, answe
     done = run("check", "-o", "json")
     assert [one["about"] for one in json.loads(done.out) if one["level"] == "error"] == [about]
     assert done.code == 1
+
+
+def test_a_round_is_told_by_each_of_its_reasons_with_the_remedy(run: Run, api: ApiPaths) -> None:
+    _whole(api)
+    api.answers[EVERY_ROUND] = [a_round_with("Degraded", "True", "SlotsWaiting", "DeliveriesFailing")]
+    api.answers[FORWARDING] = {"receiver": "https://network:1/x", "backlog": 3, "last_error": "HTTP 502: Bad Gateway"}
+    found = [one for one in json.loads(run("check", "-o", "json").out) if one["about"] == "round poc/round-1"]
+    assert [(one["level"], one["finding"].partition(":")[0]) for one in found] == [
+        ("warning", "SlotsWaiting"),
+        ("error", "DeliveriesFailing"),
+        ("error", "ReceiverFailing"),
+    ]
+    assert found[0]["remedy"].startswith("Wait for the replacement pod")
+    assert all(one["remedy"].endswith("kubectl poc -n poc explain round-1") for one in found)
+    assert "does not take results: HTTP 502: Bad Gateway" in found[2]["finding"]
+
+
+def test_a_full_disk_and_a_silent_gateway_are_told_once(run: Run, api: ApiPaths) -> None:
+    _whole(api)
+    api.answers[EVERY_ROUND] = [seen.a_round(f"round-{number}") for number in range(3)]
+    api.answers[f"{seen.GATEWAY}/health"] = {"status": "OK", "storage": "full"}
+    api.answers |= {FORWARDING.replace("-1/", f"-{number}/"): api.answers[FORWARDING] for number in range(3)}
+    told = [one["about"] for one in json.loads(run("check", "-o", "json").out) if one["level"] == "error"]
+    assert told == ["gateway poc-system/gateway disk"]
+    api.answers[f"{seen.GATEWAY}/health"] = (503, {"message": "no endpoints available"})
+    api.asked.clear()
+    assert run("check").code == 1
+    assert len([one for one in api.asked if one.path == f"{seen.GATEWAY}/health"]) == 2
+
+
+def test_rounds_that_wait_for_what_may_come_are_no_error(run: Run, api: ApiPaths) -> None:
+    _whole(api)
+    api.answers[EVERY_ROUND] = [a_round_with("Progressing", "False", "NoPodReady", state="Pending")]
+    assert run("check").code == 0
+    api.answers[EVERY_ROUND] = [a_round_with("Suspended", "True", "Suspended", state="Suspended")]
+    assert {one["level"] for one in json.loads(run("check", "-o", "json").out)} == {"ok"}
+    (rule,) = [one for one in rules() if one["alert"] == "PoCWorkImpaired"]
+    assert set(re.findall(r'reason=~"(.+)"', rule["expr"])[0].split("|")) < preflight.PASSING
+
+
+def test_rounds_are_checked_without_a_gateway_and_in_the_own_namespace_alone(run: Run, api: ApiPaths) -> None:
+    _whole(api)
+    api.answers["/api/v1/services"] = []
+    api.answers[EVERY_ROUND] = (403, {"message": "pocrounds is forbidden"})
+    api.answers[seen.ROUNDS] = [a_round_with("Degraded", "True", "GatewayUnreachable")]
+    assert [one["about"] for one in json.loads(run("check", "-o", "json").out) if one["level"] == "error"] == [
+        "round poc/round-1"
+    ]
 
 
 def test_the_alert_and_the_check_of_a_certificate_begin_at_the_same_time() -> None:

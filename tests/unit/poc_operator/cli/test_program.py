@@ -7,15 +7,17 @@ import shlex
 import threading
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
 from poc_operator.cli import VERSION, looking
 from poc_operator.cli.cluster import REQUEST_SECONDS
-from poc_operator.cli.program import completions, guarded
+from poc_operator.cli.program import app, completions, guarded
 from tests.docs.pages import ROOT
 from tests.support.fakes.api_paths import ApiPaths
 from tests.unit.poc_operator.cli import seen
@@ -163,6 +165,15 @@ def test_an_unexpected_error_shows_no_traceback(capsys: pytest.CaptureFixture[st
 
     assert guarded(fail) == 1
     assert capsys.readouterr().err.startswith("error: this is a defect of the plugin (KeyError: 'x')")
+
+
+@pytest.mark.parametrize(
+    ("plural", "body"), [("pocvalidations", seen.a_validation("x")), ("poccalibrations", seen.a_calibration("x"))]
+)
+def test_a_bare_name_is_looked_for_in_all_kinds(run: Run, api: ApiPaths, plural: str, body: dict[str, Any]) -> None:
+    api.answers[f"{seen.API}/{plural}/x"] = body
+    done = run("explain", "x")
+    assert (done.code, done.out.splitlines()[0]) == (0, f"{body['kind']} poc/x"), done.err
 
 
 def test_explain_tells_what_keeps_results_in_the_gateway_or_out_of_it(run: Run, api: ApiPaths) -> None:
@@ -346,6 +357,40 @@ def test_watch_ends_with_the_round_and_tells_its_failure(run: Run, api: ApiPaths
     assert (done.code, json.loads(done.out)["state"]) == (1, "Failed")
 
 
+@pytest.mark.parametrize(("state", "code"), [("Complete", 0), ("Failed", 1)])
+def test_a_round_that_is_created_and_watched_is_one_document(
+    run: Run, api: ApiPaths, tmp_path: Path, state: str, code: int
+) -> None:
+    manifest = tmp_path / "round.yaml"
+    manifest.write_text(yaml.safe_dump(seen.a_round()))
+    api.answers[f"POST {seen.ROUNDS}"] = (201, seen.a_round())
+    api.answers[f"{seen.API}/pocrounds/round-1"] = seen.a_round(state=state, running=0)
+    done = run("round", "create", "-f", str(manifest), "-o", "json", "-w")
+    assert (done.code, json.loads(done.out)["state"]) == (code, state)
+    assert yaml.safe_load(run("round", "create", "-f", str(manifest), "-o", "yaml", "-w").out)["state"] == state
+    checked = json.loads(run("round", "create", "-f", str(manifest), "-o", "json", "-w", "--dry-run").out)
+    assert checked["kind"] == "PoCRound"
+
+
+#: Commands without ``--output``, with the reason.
+NO_OUTPUT = {"round export": "what it writes is for programs already: --format says how"}
+
+
+def _leaves(command: Any, words: str = "") -> Iterator[tuple[str, set[str]]]:  # noqa: ANN401 - Typer's own class
+    """Return the commands that have none below, each with its options."""
+    below = getattr(command, "commands", {})
+    for name, one in below.items():
+        yield from _leaves(one, f"{words} {name}".strip())
+    if not below:
+        yield words, {option for parameter in command.params for option in parameter.opts}
+
+
+def test_every_command_writes_for_programs_too() -> None:
+    leaves = dict(_leaves(typer.main.get_command(app)))
+    assert {"status", "bundle", "fleet rollout undo"} <= set(leaves)
+    assert {words for words, options in leaves.items() if "--output" not in options} == set(NO_OUTPUT)
+
+
 def test_presets_need_no_cluster(run: Run, api: ApiPaths) -> None:
     found = json.loads(run("fleet", "presets", "-o", "json").out)
     assert "minimax-m2.7" in {preset["name"] for preset in found}
@@ -358,6 +403,8 @@ def test_a_rollout_is_paused_and_resumed(run: Run, api: ApiPaths) -> None:
     assert run("fleet", "rollout", "pause", "demo").out == "pocfleet.poc.gonka.ai/demo paused\n"
     assert api.asked[-1].body == {"spec": {"update": {"paused": True}}}
     assert run("fleet", "rollout", "resume", "demo").code == 1  # it is not paused
+    done = run("fleet", "rollout", "pause", "demo", "-o", "json")
+    assert (done.code, json.loads(done.out)["metadata"]["name"]) == (0, "demo")
 
 
 def test_a_rollout_that_has_stopped_is_waited_for_no_longer(run: Run, api: ApiPaths) -> None:
@@ -424,14 +471,20 @@ def test_the_version_is_that_of_the_distribution() -> None:
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
 
 
-def test_kubectl_gets_completions(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kubectl_gets_completions(run: Run, api: ApiPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_KUBECTL_POC_COMPLETE", "_TYPER_COMPLETE_ARGS", "_TYPER_COMPLETE_FISH_ACTION"):
         monkeypatch.setenv(name, "")  # so that these are gone after the test: they would answer the commands of others
     assert run("status").code == 0  # the environment leads to the test's cluster
+    api.answers[f"{seen.API}/pocvalidations"] = [seen.a_validation()]
+    api.answers[f"{seen.API}/poccalibrations"] = [seen.a_calibration()]
     for words, wanted in (
         (["sta"], "status"),
         (["round", ""], "export"),
         (["round", "watch", "ro"], "round-1"),
+        (["explain", ""], "round-1"),
+        (["explain", ""], "calibration/calibration-1"),
         (["explain", "fleet/"], "fleet/demo"),
+        (["explain", "val"], "validation/validation-1"),
+        (["explain", "calibration/c"], "calibration/calibration-1"),
     ):
         assert wanted in [line.split("\t")[0] for line in completions(words)], words

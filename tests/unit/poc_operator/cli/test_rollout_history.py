@@ -57,6 +57,7 @@ def test_undo_puts_the_spec_back_and_says_how_to_follow(run: Run, api: ApiPaths)
     assert (sent.method, sent.path, sent.query) == ("PUT", FLEET, {})
     assert (sent.body["spec"]["image"], sent.body["spec"]["replicas"]) == ("a:1", 2)
     assert sent.body["metadata"]["resourceVersion"] == "1", "a change in between must not be lost"
+    assert json.loads(run("fleet", "rollout", "undo", "demo", "-o", "json").out)["spec"]["image"] == "a:1"
 
 
 def test_a_dry_run_changes_nothing(run: Run, api: ApiPaths) -> None:

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from poc_gateway.query.web import feed as feed_module
+from poc_gateway.query.web.attention import MOST_ITEMS, items
 from poc_gateway.query.web.feed import Feed, Viewers
 from poc_gateway.store.database import Database
 from poc_gateway.store.engine import DatabaseUnavailable
+from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.clients.errors import StoreForbidden, StoreUnavailable
 from tests.support.builders.web_page import a_fleet, a_round, condition, fill, trouble
 from tests.unit.poc_gateway.query.web.conftest import Cluster
@@ -197,3 +199,12 @@ async def test_without_the_database_objects_are_shown(
     assert "it is away" in told["gateway"]["problems"][0]
     assert (told["rounds"][0]["state"], told["rounds"][0]["stored"]) == ("Running", None)
     await stream.aclose()
+
+
+def test_what_is_not_shown_is_looked_up_in_all_namespaces() -> None:
+    rounds = [
+        PoCRound.parse(a_round(f"round-{number}", conditions=[condition("Degraded", "True", "SlotsStalled", "why")]))
+        for number in range(MOST_ITEMS + 2)
+    ]
+    rest = items([], rounds, None, disk_full=False)[-1]
+    assert (rest["seen"], rest["command"]) == ("2 more are not shown.", "kubectl poc status -A")
