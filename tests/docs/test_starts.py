@@ -10,6 +10,8 @@ import yaml
 from hack.images.site import Machine
 from hack.toolchain.common import UserError
 from poc_operator.apis.v1alpha1.fleet import FleetSpec
+from poc_operator.apis.v1alpha1.fleet_pod import GPU_RESOURCE, PRODUCT_LABEL
+from poc_operator.cli import preflight
 from poc_operator.fleets.resolve import Preset, packaged
 from tests.docs.pages import ROOT, SHELL, blocks, pages
 from tests.docs.schemas import example_files, manifest_errors, values_errors
@@ -68,6 +70,25 @@ def test_a_processor_without_images_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with pytest.raises(UserError, match="riscv64"):
         Machine.of_this()
+
+
+def test_the_quick_start_names_what_a_check_finds_missing() -> None:
+    """A cluster without GPUs to offer, and one whose nodes have no label of the product."""
+    page = (DOCS / "start" / "quick-start.md").read_text()
+    before, _, _ = page.partition("## 1. ")
+    assert "`kubectl poc check`" in before
+    node = {"metadata": {"name": "a", "labels": {}}, "status": {"allocatable": {GPU_RESOURCE: "8"}}}
+    for name, finding in ((GPU_RESOURCE, preflight.gpus([])), (PRODUCT_LABEL, preflight.gpus([node]))):
+        assert name in finding.finding
+        assert f"`{name}`" in before
+        assert finding.about == "GPUs"
+    assert "`GPUs`" in before
+
+
+def test_any_machine_builds_images_for_any_other() -> None:
+    """Nothing of an image runs while it is built, so no emulator is needed."""
+    for path in (ROOT / "image").glob("*Dockerfile"):
+        assert not re.search(r"^RUN\b", path.read_text(), re.MULTILINE | re.IGNORECASE), path.name
 
 
 def _fleets() -> list[tuple[str, FleetSpec]]:
