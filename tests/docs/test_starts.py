@@ -40,6 +40,19 @@ def test_a_laptop_needs_ten_commands_and_no_root() -> None:
     assert not re.search(r"\bsudo\b|\bnvidia", " ".join(commands))
 
 
+def test_the_laptop_names_the_one_command_that_another_cluster_has() -> None:
+    words = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
+    (place,) = [words[i] for i, command in enumerate(_commands("laptop.md")) if re.search(r"\bkind\b", command)]
+    assert f"only the {place} differs" in (DOCS / "start" / "laptop.md").read_text()
+
+
+def test_base_images_of_the_laptop_have_a_registry() -> None:
+    """Podman knows no registry for a name without one."""
+    found = [name for command in _commands("laptop.md") for name in re.findall(r"BASE_IMAGE=(\S+)", command)]
+    assert found
+    assert [name for name in found if "." not in name.split("/")[0]] == []
+
+
 def test_the_laptops_files_are_valid() -> None:
     for path in sorted(LAPTOP.glob("*.yaml")):
         body = yaml.safe_load(path.read_text())
