@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How people get and verify a release: with the names that the workflow signs and pushes, and the build writes."""
+"""How people get and verify a release, with the names that the workflow and the build give; where they report a hole."""
 
 import re
 import shlex
@@ -73,6 +73,14 @@ def test_images_and_chart_are_pulled_from_where_they_are_pushed() -> None:
     assert {inspect[-1].removeprefix("docker://"), f"{chart}:{given['--version']}"} == pushed
     (digest,) = _commands("jq")
     assert digest[-1] == PROVENANCE
+
+
+def test_a_vulnerability_is_reported_in_private() -> None:
+    """The page with the forms for issues leads to the form that SECURITY.md names."""
+    assert "**Report a vulnerability**" in (ROOT / "SECURITY.md").read_text()
+    (link,) = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml").read_text())["contact_links"]
+    assert set(link) == {"name", "url", "about"}
+    assert link["url"] == f"{HOME}/security/advisories/new"
 
 
 def _air_gap() -> list[Block]:
