@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How people get and verify a release, with the names that the workflow and the build give; where they report a hole."""
+"""How people get and verify a release, with the names of the workflow and the build; where they report a hole."""
 
 import re
 import shlex
