@@ -11,6 +11,7 @@ import sys
 from enum import StrEnum
 from pathlib import Path
 
+from hack.toolchain.board import BOARD
 from hack.toolchain.common import UserError, cache, exclusive, run
 from hack.toolchain.steps import step
 from hack.uv import uv_environment, uv_path
@@ -22,7 +23,7 @@ _PLATFORM = "manylinux_2_28"
 LIMIT = 300.0
 
 #: What a folder is made of beside its sources; to be changed with it, so that folders of before are not taken.
-_LAYOUT = "with bytecode"
+_LAYOUT, _WITHOUT_BYTECODE = "with bytecode", "without bytecode"
 
 
 class Machine(StrEnum):
@@ -77,7 +78,8 @@ def site(role: Role, machine: Machine | None = None) -> Path:
 
 def fingerprint(role: Role, machine: Machine | None = None) -> str:
     """Return a hash of everything that the role's image is made of, but for its base."""
-    digest = hashlib.sha256(f"{role}, {machine or Machine.of_this()}, {_LAYOUT}".encode())
+    layout = _WITHOUT_BYTECODE if role.lock is not None and _compiler() is None else _LAYOUT
+    digest = hashlib.sha256(f"{role}, {machine or Machine.of_this()}, {layout}".encode())
     for path in _sources(role):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
@@ -102,7 +104,11 @@ def _make(role: Role, machine: Machine, folder: Path) -> None:
         _install(unfinished, machine, "--require-hashes", "--requirement", role.lock)
     _install(unfinished, machine, _wheel())
     if role.lock is not None:  # the worker's base has its own Python, of any version
-        compile_bytecode(unfinished)
+        if _compiler() is None:
+            missing = f"no python{PYTHON_VERSION} runs here"
+            BOARD.say(f"The {role} image gets no bytecode, and its containers start more slowly: {missing}.")
+        else:
+            compile_bytecode(unfinished)
     unfinished.rename(folder)
 
 
@@ -113,7 +119,10 @@ def compile_bytecode(folder: Path, target: str | None = None) -> None:
     is made. It names the files as they lie in ``folder``, or below ``target``, an absolute path of the image. UserError
     without a Python of the images' version.
     """
-    argv: list[str | Path] = [_python(), "-m", "compileall", "-q", "-j", "0"]
+    compiler = _compiler()
+    if compiler is None:
+        raise UserError(f"python{PYTHON_VERSION} is missing, which compiles what the images have: install it.")
+    argv: list[str | Path] = [compiler, "-m", "compileall", "-q", "-j", "0"]
     if target is not None:
         argv += ["-s", folder, "-p", target]
     argv += ["--invalidation-mode", "unchecked-hash", folder]
@@ -121,13 +130,16 @@ def compile_bytecode(folder: Path, target: str | None = None) -> None:
     run(argv, limit=LIMIT, env={**uv_environment(), "PYTHONHASHSEED": "0"})
 
 
-def _python() -> str:
-    """Return a Python of the images' version, which compiles what they have. UserError without one."""
+def _compiler() -> str | None:
+    """Return a Python of the images' version, which compiles what they have. None without one that runs."""
     if ".".join(map(str, sys.version_info[:2])) == PYTHON_VERSION:
         return sys.executable
     found = shutil.which(f"python{PYTHON_VERSION}")
-    if found is None:
-        raise UserError(f"python{PYTHON_VERSION} is missing, which compiles what the images have: install it.")
+    try:
+        if found is not None:  # a version manager has programs of this name for versions that are not chosen
+            run([found, "-c", ""], limit=LIMIT)
+    except UserError:
+        return None
     return found
 
 

@@ -65,7 +65,10 @@ class Block:
 
 def pages() -> list[Path]:
     """Every page that people read: the repository's own and the site's."""
-    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "hack/cluster/README.md")]
+    top = [
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "hack/cluster/README.md")
+    ]
     return top + sorted((ROOT / "docs").rglob("*.md"))
 
 

@@ -59,6 +59,20 @@ def values_errors(chart: str, values: dict[str, Any]) -> list[str]:
     return [f"{'/'.join(map(str, e.instance_path))}: {e.message}" for e in _validator(schema).iter_errors(merged)]
 
 
+def is_value(name: str) -> bool:
+    """Tell whether the operator's chart takes a value, such as ``gateway.mlNodes[].name``."""
+    part = json.loads((ROOT / "charts" / "vllm-poc-operator" / "values.schema.json").read_text())
+    for key in name.split("."):
+        properties = part.get("properties")
+        if properties is None:  # a map of the user's own names
+            return part.get("additionalProperties", True) is not False
+        part = properties.get(key.removesuffix("[]"))
+        if part is None:
+            return False
+        part = part.get("items", part) if key.endswith("[]") else part
+    return True
+
+
 def _merged(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     """Return the defaults with the values put over them, as Helm does it."""
     result = dict(defaults)

@@ -2,6 +2,11 @@
 """From docker-compose: the network node takes both configs, and the second one leads to the gateway's ML node."""
 
 import json
+import shlex
+import ssl
+import subprocess
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -9,7 +14,8 @@ import yaml
 
 from poc_gateway.node_api.base_url import split
 from poc_operator.fleets.resolve import Preset, packaged
-from tests.docs.pages import Block, blocks
+from tests.docs.pages import SHELL, Block, blocks
+from tests.docs.schemas import values_errors
 
 BEFORE, AFTER = "node-config.json before", "node-config.json after"
 #: Ways in which the network node names a place: it takes one of them, never both.
@@ -72,3 +78,69 @@ def test_results_may_go_to_the_callback_address() -> None:
     (line,) = [c for block in _blocks() for c in block.commands if c.startswith("export DAPI_API__POC_CALLBACK_URL=")]
     assert gateway["receivers"]["allow"] == [urlsplit(line.partition("=")[2]).hostname]
     assert gateway["receivers"]["private"]
+
+
+def _host() -> str:
+    return str(urlsplit(_node(AFTER)["base_url"]).hostname)
+
+
+def _commands(start: str) -> list[list[str]]:
+    """The page's commands that begin so, each as a shell splits it."""
+    return [shlex.split(c) for block in _blocks() for c in block.commands if c.startswith(start)]
+
+
+def test_cert_manager_writes_the_secret_that_the_chart_reads() -> None:
+    certificate = _file("certificate.yaml")
+    assert certificate["spec"]["secretName"] == _file("operator-values.yaml")["gateway"]["tls"]["existingSecret"]
+    assert certificate["spec"]["dnsNames"] == [_host()]
+    assert certificate["metadata"]["namespace"] == "poc-system"
+
+
+def test_a_certificate_by_hand_is_one_that_the_network_node_accepts(tmp_path: Path) -> None:
+    (make,), (store,) = _commands("openssl req"), _commands("kubectl -n poc-system create secret tls")
+    subprocess.run(make, cwd=tmp_path, check=True, capture_output=True)
+    options = dict(pairwise(store))
+    assert options["tls"] == _file("operator-values.yaml")["gateway"]["tls"]["existingSecret"]
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(tmp_path / options["--cert"], tmp_path / options["--key"])
+    # curl and the api container trust the same file.
+    curls = [dict(pairwise(words)) for words in _commands("curl") if words[-1].startswith("$BASE")]
+    assert curls
+    (trusted,) = {words["--cacert"] for words in curls}
+    (mount,) = _file("docker-compose.gateway.yml")["services"]["api"]["volumes"]
+    source, target, _ = mount.split(":")
+    assert Path(source) == Path(trusted)
+    # Go reads all files of this folder; SSL_CERT_FILE would take the place of the public authorities.
+    assert Path(target).parent == Path("/etc/ssl/certs")
+    _shake_hands(server, ssl.create_default_context(cafile=str(tmp_path / trusted)), _host())
+
+
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> None:
+    """Let a client that asks for ``host`` verify the server; SSLError if it does not believe."""
+    wires = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [client.wrap_bio(wires[0], wires[1], server_hostname=host), server.wrap_bio(wires[1], wires[0], True)]
+    for _ in range(4):
+        for side in sides:
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    assert sides[0].version()
+
+
+def test_the_name_of_the_base_url_is_the_one_that_docker_compose_knows() -> None:
+    (entry,) = _file("docker-compose.gateway.yml")["services"]["api"]["extra_hosts"]
+    assert entry.split(":")[0] == _host()
+
+
+def test_the_network_nodes_machine_needs_no_kubectl() -> None:
+    """It has docker; kubectl and the kubeconfig are elsewhere."""
+    mixed = [b.where for b in _blocks() if b.language == SHELL and "kubectl" in b.text and "curl" in b.text]
+    assert mixed == []
+
+
+def test_the_files_of_values_for_tls_agree() -> None:
+    example = yaml.safe_load((Path(_blocks()[0].page).parents[1] / "examples/values/cert-manager.yaml").read_text())
+    gateway = _file("operator-values.yaml")["gateway"]
+    assert values_errors("vllm-poc-operator", example) == []
+    assert {key: gateway[key] for key in example["gateway"]} == example["gateway"]
