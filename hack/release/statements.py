@@ -8,8 +8,12 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from email.parser import HeaderParser
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
+from hack.cluster.base_image import SUITE
 from hack.images.site import ROOT, Role, site
+from hack.release.debian import LOCK
 from hack.release.environment import tool
 from hack.toolchain.common import UserError, run
 
@@ -22,14 +26,38 @@ PERMITTED = re.compile(r"\b(?:Apache|BSD|MIT\b|ISC|MPL|Mozilla|PSF|Python|LGPL|U
 
 
 def write_sbom(role: Role, path: Path, epoch: int) -> None:
-    """Write the locked dependencies of the role as CycloneDX 1.6; the file's time and serial number do not vary."""
+    """Write what is in the role's image as CycloneDX 1.6: Python packages, and Debian's of each architecture.
+
+    The file's time and serial number do not vary.
+    """
     if role.lock is None:
         raise UserError(f"The {role} has no lock file of its own: its base image brings what it needs.")
     argv: list[str | Path] = [tool("cyclonedx-py"), "requirements", role.lock, "--output-reproducible", "--of", "JSON"]
     argv += ["--spec-version", "1.6", "--pyproject", ROOT / "pyproject.toml", "--mc-type", "application"]
     content = json.loads(run(argv, limit=120))
     content["metadata"]["timestamp"] = _time(epoch)
+    content["components"] = [*content.get("components", []), *debian_components()]
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def debian_components() -> list[dict[str, Any]]:
+    """Return the pinned Debian packages of the images' base as components of an SBOM, by their package URLs."""
+    found = []
+    for architecture, packages in json.loads(LOCK.read_text()).items():
+        for package in packages:
+            version = quote(package["version"], safe="")
+            purl = f"pkg:deb/debian/{package['name']}@{version}?arch={architecture}&distro={SUITE}"
+            found.append(
+                {
+                    "type": "library",
+                    "bom-ref": purl,
+                    "name": package["name"],
+                    "version": package["version"],
+                    "purl": purl,
+                    "hashes": [{"alg": "SHA-256", "content": package["sha256"]}],
+                }
+            )
+    return found
 
 
 def write_licenses(roles: Iterable[Role], path: Path) -> None:
@@ -53,7 +81,7 @@ def write_provenance(folder: Path, *, version: str, images: Mapping[str, str], e
     """Write an in-toto statement with the SLSA provenance of every file; unsigned."""
     subjects = [{"name": path.name, "digest": {"sha256": _sum(path)}} for path in _files(folder)]
     manifests = [{"name": name, "digest": {"sha256": digest.split(":")[1]}} for name, digest in sorted(images.items())]
-    pins = [*sorted((ROOT / "locks").glob("*.txt")), ROOT / "hack" / "release" / "debian.json"]
+    pins = [*sorted((ROOT / "locks").glob("*.txt")), LOCK]
     materials = [{"name": str(path.relative_to(ROOT)), "digest": {"sha256": _sum(path)}} for path in pins]
     source = {"name": "source", "digest": {"gitCommit": commit()}}
     statement = {

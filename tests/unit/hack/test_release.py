@@ -21,7 +21,7 @@ from hack.release.debian import ARCHITECTURES, LOCK, PACKAGES
 from hack.release.kubectl_plugin import PLATFORMS, PROGRAM, krew_manifest
 from hack.release.oci import Entry, Tree, chart, compress, image, tar, write_archive
 from hack.release.python_packages import check_machine, version
-from hack.release.statements import SUMS, license_of, write_sums
+from hack.release.statements import SUMS, debian_components, license_of, write_sums
 from hack.toolchain.common import UserError
 
 EPOCH = 1_700_000_000
@@ -44,6 +44,16 @@ def _blob(files: dict[str, bytes], descriptor: dict[str, Any]) -> bytes:
     assert len(content) == descriptor["size"]
     assert f"sha256:{hashlib.sha256(content).hexdigest()}" == descriptor["digest"]
     return content
+
+
+def test_the_sbom_has_each_debian_package_of_each_architecture() -> None:
+    found = debian_components()
+    assert len({one["bom-ref"] for one in found}) == len(found)
+    for architecture in ARCHITECTURES:
+        there = {one["name"]: one for one in found if f"?arch={architecture}&distro=bookworm" in one["purl"]}
+        assert set(PACKAGES) <= there.keys()
+        assert there["base-files"]["purl"].startswith("pkg:deb/debian/base-files@12.4%2Bdeb12u")
+        assert all(len(one["hashes"][0]["content"]) == 64 for one in there.values())
 
 
 def test_an_archive_depends_on_its_files_alone(tmp_path: Path) -> None:
