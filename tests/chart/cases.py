@@ -100,6 +100,8 @@ CASES: dict[str, Case] = {
     "gateway.resources.requests": Case({"cpu": "2"}),
     "gateway.resources.limits": Case({"memory": "2Gi"}),
     "gateway.extraEnv": Case([{"name": "POC_GATEWAY_PAYLOAD_ARTIFACTS", "value": "500"}]),
+    "gateway.extraVolumes": Case([{"name": "ca", "configMap": {"name": "company-ca"}}]),
+    "gateway.extraVolumeMounts": Case([{"name": "ca", "mountPath": "/etc/company-ca", "readOnly": True}]),
     "gateway.podAnnotations": Case(_NOTE),
     "gateway.podLabels": Case(_NOTE),
     "gateway.nodeSelector": Case({"kubernetes.io/os": "linux"}),

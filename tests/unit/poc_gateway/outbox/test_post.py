@@ -2,7 +2,11 @@
 """Every way in which a post can fail is an answer."""
 
 import asyncio
+import os
+import ssl
+import sys
 from math import inf
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -10,6 +14,7 @@ from prometheus_client import REGISTRY
 
 from poc_gateway.outbox.post import Outcome, Poster
 from poc_gateway.store.database import FenceLost
+from tests.support.builders.certificates import issue
 from tests.support.builders.forwarding import Receiver, settings, until
 
 
@@ -74,3 +79,43 @@ async def test_a_right_that_is_lost_for_good_ends_the_post(receiver: Receiver) -
         with pytest.raises(FenceLost):
             await poster.post(receiver.url, "{}")
     assert not receiver.posts
+
+
+_POSTS = """
+import asyncio, sys
+from poc_gateway.outbox.post import Poster
+from tests.support.builders.forwarding import settings
+
+async def main() -> None:
+    async with Poster(settings()) as poster:
+        print((await poster.post(sys.argv[1], "{}")).outcome)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("trusted", "outcome"), [(True, Outcome.ACCEPTED), (False, Outcome.UNREACHABLE)])
+async def test_a_ca_of_ones_own_is_trusted_by_a_variable(tmp_path: Path, outcome: Outcome, *, trusted: bool) -> None:
+    """As docs/operate/gateway.md says. In a process of its own: the CAs are read once."""
+    issue(tmp_path, "receiver")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / "tls.crt", tmp_path / "tls.key")
+
+    async def take(_: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/x", take)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
+    await site.start()
+    port = runner.addresses[0][1]
+    environment = os.environ | ({"SSL_CERT_FILE": str(tmp_path / "tls.crt")} if trusted else {})
+    argv = [sys.executable, "-c", _POSTS, f"https://127.0.0.1:{port}/x"]
+    process = await asyncio.create_subprocess_exec(
+        *argv, env=environment | {"PYTHONPATH": ":".join(sys.path)}, stdout=asyncio.subprocess.PIPE
+    )
+    told, _ = await process.communicate()
+    await runner.cleanup()
+    assert told.decode().strip() == str(outcome)
