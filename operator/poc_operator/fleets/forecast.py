@@ -150,16 +150,22 @@ def _was_begun(known: FleetRound) -> bool:
 def startup_seconds(pods: Sequence[PodView], known: int, limit: int) -> int:
     """Return how long a pod takes from its creation until it is ready: the median of these pods, ``known`` without any.
 
-    Pods that have restarted since tell nothing. Nor do those that became ready after ``limit``, how long a pod may
-    take: they have become ready once more, as after a probe that timed out.
+    Pods that have restarted since tell nothing. Nor do those that became ready more than ``limit`` after their
+    containers ran, which is how long a pod may take: they are ready once more, as after a probe that timed out.
     """
     times = sorted(
         math.ceil((pod.ready_since - pod.created).total_seconds())
         for pod in pods
-        if pod.ready_since and pod.created and not any(container.restarts for container in pod.containers)
+        if pod.ready_since
+        and pod.created
+        and not any(container.restarts for container in pod.containers)
+        and pod.ready_since - _begun(pod, pod.created) <= timedelta(seconds=limit)
     )
-    first = [seconds for seconds in times if seconds <= limit]
-    return max(first[len(first) // 2], 1) if first else known
+    return max(times[len(times) // 2], 1) if times else known
+
+
+def _begun(pod: PodView, created: datetime) -> datetime:
+    return max((found.running_since for found in pod.containers if found.running_since), default=created)
 
 
 def replacement_seconds(startup: int, *, limit: int, grace: int) -> int:
@@ -167,7 +173,7 @@ def replacement_seconds(startup: int, *, limit: int, grace: int) -> int:
 
     ``startup`` is what `startup_seconds` found, ``limit`` how long a pod may take, ``grace`` how long its end may take.
     """
-    return grace + (min(math.ceil(startup * _SLOWER), limit) if startup else limit)
+    return grace + (min(math.ceil(startup * _SLOWER), max(limit, startup)) if startup else limit)
 
 
 def validated_until(rounds: Iterable[FleetRound]) -> tuple[datetime, str] | None:

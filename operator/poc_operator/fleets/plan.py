@@ -219,7 +219,8 @@ def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) ->
     told = (seen.stateful_set or {}).get("status") or {}
     newest = str(told.get("updateRevision") or "")
     # While the StatefulSet waits for a download, the update is that of before.
-    digest = digest_of(asked) if asked is not None else old.update.digest
+    # What strategy Never has left unnamed is no update that goes on.
+    digest = digest_of(asked) if asked is not None else old.update.digest or newest
     failed = failed_as(old.update, digest, checks_pods=fleet.spec.self_check.enabled)
     pod = server_template_of(asked)["spec"] if asked is not None else {}
     grace = pod.get("terminationGracePeriodSeconds")

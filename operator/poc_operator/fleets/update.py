@@ -224,23 +224,44 @@ class _View:
         return why_not_running(pod, self.seen.nodes, self.seen.now, self.seen.startup_limit)
 
     def _cannot_be_checked(self, pod: PodView) -> bool:
-        """Whether a pod is ready for as long as it may take to become so, and still cannot be checked."""
-        since, limit = pod.ready_since, timedelta(seconds=self.seen.startup_limit)
-        if not self.seen.checks_pods or not pod.ready or since is None or self.seen.now - since <= limit:
-            return False
+        """Whether checks of a ready pod have failed for as long as a pod may take to become ready."""
+        since, limit = self.old.canary_time, timedelta(seconds=self.seen.startup_limit)
+        return (
+            self._is_refused(pod)
+            and since is not None
+            and not self._is_newer(pod, since)
+            and self.seen.now - since > limit
+        )
+
+    def _is_refused(self, pod: PodView) -> bool:
+        """Whether a ready pod could not be asked for its self-check last time."""
         known = self.seen.checks.get(pod.uid)
-        return known is not None and self.result(pod) is CheckResult.PENDING and known.message.startswith(CANNOT_CHECK)
+        if not self.seen.checks_pods or not pod.ready or known is None or self.result(pod) is not CheckResult.PENDING:
+            return False
+        return known.message.startswith(CANNOT_CHECK)
+
+    def _is_newer(self, pod: PodView, since: datetime) -> bool:
+        return pod.ready_since is None or pod.ready_since > since
+
+    def is_about_a_check(self, why: str) -> bool:
+        """Whether this is why a pod has failed, and its self-check says so."""
+        about = (pod for pod in self.updated if self.why_failed(pod) == why)
+        return any(self.failed_check(pod) or self._cannot_be_checked(pod) for pod in about)
 
     def why_any_failed(self) -> str | None:
         """Say why one of the pods with the newest revision has failed; None if none has."""
         return next((why for pod in self.updated if (why := self.why_failed(pod)) is not None), None)
 
     def note_canary(self) -> None:
-        """Remember since when the first pod with the newest revision is waited for."""
+        """Remember since when the first pod with the newest revision is waited for, or, ready, cannot be checked."""
         awaited = self.updated if self.seen.by_number else self.awaits_canary
+        since = self.old.canary_time
+        refused = [pod for pod in self.updated if self._is_refused(pod)]
         if self._must_end_first:
             self.old = self.old.model_copy(update={"canary_time": None})
-        elif awaited and self.old.canary_time is None:
+        elif (awaited and since is None) or (
+            refused and (since is None or any(self._is_newer(p, since) for p in refused))
+        ):
             self.old = self.old.model_copy(update={"canary_time": self.seen.now})
 
     @property
@@ -370,7 +391,9 @@ def _without_old_pods(view: _View) -> UpdateStep:
         return UpdateStep(status=view.status(UpdatePhase.ROLLING, message), events=told)
     status = view.status(UpdatePhase.COMPLETE, f"all pods have revision {seen.newest}")
     if complete and seen.replicas:
-        status = status.model_copy(update={"good_revision": seen.newest})
+        # What has failed once, and works, has not failed.
+        failed = [one for one in status.failed if one.digest != seen.digest]
+        status = status.model_copy(update={"good_revision": seen.newest, "failed": failed})
     done = WorkEvent(reason=Reason.UPDATE_COMPLETE, message=f"all {seen.replicas} pods have revision {seen.newest}")
     return UpdateStep(status=status, events=[*told, done] if running else [])
 
@@ -432,7 +455,7 @@ def _failing(view: _View, why: str, events: Sequence[WorkEvent]) -> UpdateStep:
     """Record that the template has failed; the next plan goes back to the last good revision."""
     seen, good = view.seen, view.old.good_revision
     back = f"going back to revision {good}" if good else "there is no earlier revision that was good: correct the spec"
-    by_check = any(map(view.failed_check, view.updated))
+    by_check = view.is_about_a_check(why)
     meant = _IF_MEANT if by_check else ""
     message = f"revision {seen.newest} failed: {why}; {back}{meant}"
     others = [one for one in view.old.failed if one.digest != seen.digest]

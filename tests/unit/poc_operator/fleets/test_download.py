@@ -135,6 +135,23 @@ def test_another_model_is_downloaded_while_pods_serve_the_old_one() -> None:
     assert world.served() == "org/next"
 
 
+def test_what_never_has_left_begins_with_a_canary_also_while_a_model_is_downloaded() -> None:
+    world = World(replicas=4, update={"strategy": "Never"}, selfCheck={"enabled": False})
+    world.turn()
+    world.job(DONE)
+    world.turn()
+    labels = {"poc.gonka.ai/fleet": "demo", "controller-revision-hash": "r0"}
+    world.pods = [
+        PodView(name=f"demo-{n}", namespace="ns", uid=f"u{n}", labels=labels, ready=True, node="n") for n in range(4)
+    ]
+    assert not world.turn().evict
+    world.spec |= {"update": {"maxUnavailable": 3}, "model": {"path": "org/next"}}
+    for _ in range(2):
+        step = world.turn()
+        assert step.status.update.phase == "Canary"
+    assert len(step.evict) <= 1
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -456,23 +456,69 @@ def test_without_an_earlier_good_revision_the_update_goes_on_once_the_canary_wor
     assert evicted(works) == ["demo-2"]
 
 
+CANNOT = "the pod cannot be checked: PoC does not run on this model"
+
+
+def unchecked(
+    message: str = CANNOT, *, since: float | None = None, ready_for: float = 4000
+) -> tuple[PoCFleet, PodView]:
+    """A fleet whose canary is ready and has no result, and cannot be checked since so many seconds."""
+    canary = a_pod(3, NEW, age=5000, ready_since=NOW - timedelta(seconds=ready_for))
+    known = {} if since is None else {"canaryTime": (NOW - timedelta(seconds=since)).isoformat()}
+    status = in_phase("Canary", canary="demo-3", **known) | {"pods": [check(canary, "Pending", message)]}
+    return fleet_of(status, selfCheck={"enabled": True}), canary
+
+
+def test_a_canary_that_cannot_be_checked_fails() -> None:
+    """It serves chat, and would never compute a nonce."""
+    fleet, canary = unchecked(since=3601)
+    step = look(fleet, [*FOUR[:3], canary])
+    assert step.status.update.phase == "Failed"
+    said = f"pod demo-3 has not passed its self-check within 3600 s: {CANNOT}; going back to revision {OLD}"
+    assert said in step.status.update.message
+    assert "set selfCheck.enabled to false" in step.status.update.message
+    without = look(fleet_of(after(step), selfCheck={"enabled": False}), FOUR)
+    assert (without.status.update.phase, evicted(without)) == ("Canary", ["demo-3"])
+
+
 @pytest.mark.parametrize(
-    ("ready_for", "message", "fails"),
+    "seen",
     [
-        (3601, "the pod cannot be checked: PoC does not run on this model", True),
-        (3599, "the pod cannot be checked: PoC does not run on this model", False),
-        (3601, "the pod computes its nonces", False),
+        {"since": 3599},
+        {"since": 3601, "message": "the pod computes its nonces"},
+        # It became ready while no operator ran, or was replaced by hand: this is the first answer.
+        {"since": None},
+        {"since": 4001, "ready_for": 4000},
     ],
 )
-def test_a_canary_that_cannot_be_checked_fails(ready_for: float, message: str, *, fails: bool) -> None:
-    """It serves chat, and would never compute a nonce."""
-    canary = a_pod(3, NEW, age=5000, ready_since=NOW - timedelta(seconds=ready_for))
-    status = in_phase("Canary", canary="demo-3") | {"pods": [check(canary, "Pending", message)]}
-    step = look(fleet_of(status, selfCheck={"enabled": True}), [*FOUR[:3], canary])
-    assert (step.status.update.phase == "Failed") is fails
-    if fails:
-        said = f"pod demo-3 has not passed its self-check within 3600 s: {message}; going back to revision {OLD}"
-        assert said in step.status.update.message
+def test_a_canary_has_its_time_to_be_checked(seen: dict[str, Any]) -> None:
+    fleet, canary = unchecked(**seen)
+    step = look(fleet, [*FOUR[:3], canary])
+    assert step.status.update.phase == "Canary"
+    begun = {None: NOW, 4001: NOW}.get(seen["since"], NOW - timedelta(seconds=seen["since"] or 0))
+    assert step.status.update.canary_time == begun
+
+
+def test_what_has_failed_and_works_has_not_failed() -> None:
+    """Once all pods have the change that was meant, self-checks are back on, and its failure is forgotten."""
+    bad = a_pod(3, NEW)
+    status = in_phase("Canary", canary="demo-3") | {"pods": [check(bad, "Failed", "9 of 32 differ")]}
+    failed = look(fleet_of(status, selfCheck={"enabled": True}), [*FOUR[:3], bad])
+    pods = [a_pod(n, NEW) for n in range(4)]
+    done = look(fleet_of(after(failed), selfCheck={"enabled": False}), pods)
+    assert (done.status.update.phase, done.status.update.good_revision) == ("Complete", NEW)
+    checks = {"pods": [check(pod, "Passed") for pod in pods]}
+    again = look(fleet_of(after(done) | checks, selfCheck={"enabled": True}), pods)
+    assert (again.status.reason, again.moves) == ("AllReplicasReady", False)
+
+
+def test_a_crash_beside_a_failed_self_check_is_no_change_that_is_meant() -> None:
+    crashed, failed = a_pod(2, NEW, ready=False, waiting_for="CrashLoopBackOff", age=5), a_pod(3, NEW)
+    status = in_phase("Canary", canary="demo-3") | {"pods": [check(failed, "Failed", "9 of 32 differ")]}
+    step = look(fleet_of(status, selfCheck={"enabled": True}), [*FOUR[:2], crashed, failed])
+    (failure,) = step.status.update.failed
+    assert "demo-2 cannot run" in failure.message
+    assert not failure.by_self_check
 
 
 def test_a_change_of_results_that_is_meant_is_tried_again_without_self_checks() -> None:
@@ -500,8 +546,8 @@ def test_a_strategy_that_begins_to_act_begins_with_the_canary() -> None:
 
 def test_pods_of_somebody_else_are_not_the_fleets_to_evict() -> None:
     stranger = replace(a_pod(4), labels={FLEET_LABEL: "demo"})
-    step = look(fleet_of(), [*FOUR[:3], a_pod(3, NEW), stranger], revision=NEW)
-    assert "1 of 4" in step.status.update.message
+    step = look(fleet_of(update={"canary": False}), [*FOUR[:3], a_pod(3, NEW), stranger])
+    assert evicted(step) == ["demo-2"]
     complete = look(fleet_of(in_phase("Rolling")), [*(a_pod(n, NEW) for n in range(4)), stranger])
     assert (complete.status.update.phase, list(complete.evict)) == ("Complete", [])
 
