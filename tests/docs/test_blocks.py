@@ -27,7 +27,7 @@ NOT_RUN = {
     "docs/develop/testing.md": 2,
     "docs/operate/archive.md": 3,
     "docs/operate/backup.md": 5,
-    "docs/operate/chart.md": 3,
+    "docs/operate/chart.md": 4,
     "docs/operate/fleets.md": 3,
     "docs/operate/gitops.md": 1,
     "docs/operate/kubectl-poc.md": 2,

@@ -73,8 +73,6 @@ _RUNBOOK = """set -euo pipefail
 SYSTEM=poc-system NAMESPACE=poc OBJECT=pocround/round-1 FLEET=qwen3-8b POD=qwen3-8b-0
 kubectl() {
     case " $* " in
-        # The API server enlarges no volume that nobody has provisioned.
-        *" patch pvc "*) command kubectl "$@" --dry-run=client ;;
         *" delete "* | *" patch "*) command kubectl "$@" --dry-run=server ;;
         " cordon "*) command kubectl "$@" --dry-run=server ;;
         *) command kubectl "$@" ;;

@@ -81,11 +81,17 @@ CASES: dict[str, Case] = {
         [
             _operator("idle_rounds", _LATER, reason=reason) | _operator("slots", "8x70", state="Running")
             for reason in ("NoPodReady", "NoMatchingPods", "PodsUnreachable", "RequestRefused")
+        ]
+        # A pod that comes up, does not answer and is restarted, again and again.
+        + [
+            _operator("idle_rounds", "0x10 " + "1x2 0x2 " * 10, reason="NoPodReady")
+            | _operator("idle_rounds", "0x10 " + "0x2 1x2 " * 10, reason="PodsUnreachable")
         ],
         [
             _operator("idle_rounds", _FLAT, reason="NoPodReady") | _operator("rounds", "1x70", state="Pending"),
-            # Pods that were told to start confirm it a moment later.
-            _operator("idle_rounds", "0x10 1x2 0x60", reason="Starting"),
+            # Pods that were told to start confirm it a moment later; the next round may begin then.
+            _operator("idle_rounds", _LATER, reason="Starting"),
+            _operator("idle_rounds", "0x10 1x1 0x60", reason="NoPodReady"),
         ],
     ),
     "PoCReportsOld": Case(

@@ -23,9 +23,12 @@ _LATE = 2
 SLOW_SECONDS = 2.0
 #: A certificate that is valid for less time counts as forgotten; the alert PoCGatewayCertificateExpires has the same.
 CERTIFICATE_LEFT = timedelta(days=7)
+#: An operator that is well acts on a new object within seconds.
+SEEN_WITHIN = timedelta(seconds=60)
 #: Reasons of rounds that often pass by themselves. Those of slots are those of the alert PoCWorkImpaired.
 PASSING = frozenset(
     {
+        Reason.NO_MATCHING_PODS,  # as while the fleet downloads its model
         Reason.NO_POD_READY,
         Reason.PENDING,
         Reason.PODS_BUSY,
@@ -244,6 +247,12 @@ def unfinished_round(found: Evidence) -> list[Check]:
     option = f" --gateway {found.gateway}" if found.gateway else ""
     look = f"kubectl poc -n {meta.namespace} explain {meta.name}{option}"
     wrong = [finding for finding in account(found).findings if finding.remedy]
+    if status.observed_generation < meta.generation and found.now - meta.creation_timestamp > SEEN_WITHIN:
+        finding = (
+            f"no operator has acted on its spec: generation {meta.generation}, seen is {status.observed_generation}"
+        )
+        remedy = f"look whether the operator runs, and whether watchNamespaces of its chart has {meta.namespace}"
+        return [error(about, finding, remedy)]
     if not wrong:
         return [ok(about, f"nothing keeps it back: {status.message or 'no operator has seen it yet'}")]
     return [

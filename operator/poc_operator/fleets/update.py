@@ -12,7 +12,7 @@
 A pod leaves by an eviction; what makes it anew is its StatefulSet, or its LeaderWorkerSet. The canary is the first pod
 that has the new revision, whoever replaced it. It has passed when it is ready and its self-check has passed. It has
 failed when its self-check has failed, it crashes, its image cannot be had, or it is not ready within
-``startupSeconds``. So has one that is ready for as long, and still cannot be checked. Then the StatefulSet gets the
+``startupSeconds``. So has one that is ready, and could not be checked for as long. Then the StatefulSet gets the
 template of the last good revision back, the canary is replaced once more, and the failed template is not tried again.
 Without a good revision it stays, and the update goes on once it works. A canary that Kubernetes does not create within
 ``startupSeconds`` of its eviction has failed too: its template may be refused. One that no Kubernetes node has room

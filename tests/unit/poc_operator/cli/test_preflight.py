@@ -22,6 +22,7 @@ from tests.unit.poc_operator.cli.conftest import Run
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/vllm-poc-operator"
 EVERY_ROUND = "/apis/poc.gonka.ai/v1alpha1/pocrounds"
+OLD = seen.metadata("round-1", creationTimestamp="2020-01-02T00:00:00+00:00")
 FORWARDING = f"{seen.GATEWAY}/rounds/poc/round-1/forwarding"
 
 
@@ -145,6 +146,9 @@ def test_a_whole_cluster_is_right(run: Run, api: ApiPaths) -> None:
         (EVERY_ROUND, [a_round_with("Degraded", "True", "DeliveriesFailing")], "round poc/round-1"),
         (EVERY_ROUND, [a_round_with("Degraded", "True", "GatewayUnreachable")], "round poc/round-1"),
         (FORWARDING, {"receiver": "https://network:1/x", "backlog": 3, "last_error": "HTTP 502"}, "round poc/round-1"),
+        # In a namespace that no operator watches.
+        (EVERY_ROUND, [{**seen.a_round(), "metadata": OLD, "status": {}}], "round poc/round-1"),
+        (EVERY_ROUND, [{**seen.a_round(), "metadata": OLD | {"generation": 5}}], "round poc/round-1"),
     ],
 )
 def test_each_fault_is_found_and_fails(run: Run, api: ApiPaths, path: str, answer: Any, about: str) -> None:  # noqa: ANN401
