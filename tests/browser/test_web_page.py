@@ -2,6 +2,7 @@
 """The web page as people use it: with a keyboard, a screen reader, in light and dark, while rounds go on."""
 
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,8 @@ _log = logging.getLogger(__name__)
 #: A busy machine may take longer than the 5 s that Playwright gives.
 expect.set_options(timeout=20_000)
 MARK = "window.isTheSamePage"
+#: The longest that 1 000 slots may take. On an idle machine SHOWN_SECONDS=1 asks for the bar itself.
+SHOWN_SECONDS = float(os.environ.get("SHOWN_SECONDS", "5"))
 #: When the rows are there: a task after the frame in which they were painted.
 _SECONDS_UNTIL_ROWS = """
 async () => {
@@ -209,14 +212,13 @@ def test_a_round_goes_on_while_the_page_is_open(page: Page, site: Shown) -> None
     expect(page.locator("#fleets-none")).to_be_visible()
 
 
-def test_a_thousand_slots_are_shown_within_a_second(page: Page, site: Shown) -> None:
+def test_a_thousand_slots_are_shown_soon(page: Page, site: Shown) -> None:
     write(site.objects, a_round("large", slots=1_000), a_fleet())
     sign_in(page, site.page)
     page.locator('button[data-uid="large-uid"]').wait_for(timeout=10_000)
     seconds = page.evaluate(_SECONDS_UNTIL_ROWS)
     _log.info("1 000 slots are shown within %.3f s", seconds)
-    # The bar is 1 s; another run on the machine must not fail this.
-    assert seconds < 5
+    assert seconds < SHOWN_SECONDS
 
 
 def test_it_works_below_the_api_servers_proxy(page: Page, site: Shown) -> None:
