@@ -125,11 +125,8 @@ class Evictor:
         pod, namespace = eviction.pod, fleet.metadata.namespace
         if eviction.spares is Spares.NOTHING:
             return None
-        if (
-            pod.ready
-            and eviction.spares is Spares.WORK
-            and await self._computes(pod, pod.serving_port(fleet.spec.port))
-        ):
+        port = pod.serving_port(fleet.spec.port)
+        if pod.ready and eviction.spares is Spares.WORK and await self._computes(pod, port):
             return f"waiting for pod {pod.name}, which computes work of others"
         found = [
             WorkOnPods.parse(kind.KIND.kind, body)

@@ -58,13 +58,9 @@ def heal(
 
 
 def _hung(pod: PodView, health: Mapping[str, Watched], seconds: int, fleet: PoCFleet) -> str | None:
-    found = health.get(pod.uid)
+    found, server = health.get(pod.uid), pod.server(pod.serving_port(fleet.spec.port))
     # What was seen of an earlier container says nothing of this one.
-    return (
-        hung(found, seconds)
-        if found is not None and found.look.server == pod.server(pod.serving_port(fleet.spec.port))
-        else None
-    )
+    return hung(found, seconds) if found is not None and found.look.server == server else None
 
 
 def _finding(pod: PodView, why: str, then: str) -> Finding:

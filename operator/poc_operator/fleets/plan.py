@@ -203,12 +203,8 @@ def _with_good_template(seen: FleetSnapshot, wanted: Sequence[Object]) -> Sequen
 
     While that cannot be read, the workload stays as it is.
     """
-    asked, old = _workload(wanted), seen.fleet.status.update
-    if (
-        asked is None
-        or not old.good_revision
-        or failed_as(old, digest_of(asked), checks_pods=seen.fleet.spec.self_check.enabled) is None
-    ):
+    asked, old, checks_pods = _workload(wanted), seen.fleet.status.update, seen.fleet.spec.self_check.enabled
+    if asked is None or not old.good_revision or failed_as(old, digest_of(asked), checks_pods=checks_pods) is None:
         return wanted
     others = [body for body in wanted if body is not asked]
     return [*others, with_template(asked, seen.good_template)] if seen.good_template is not None else others
