@@ -464,7 +464,7 @@ def unchecked(
 ) -> tuple[PoCFleet, PodView]:
     """A fleet whose canary is ready and has no result, and cannot be checked since so many seconds."""
     canary = a_pod(3, NEW, age=5000, ready_since=NOW - timedelta(seconds=ready_for))
-    known = {} if since is None else {"canaryTime": (NOW - timedelta(seconds=since)).isoformat()}
+    known: dict[str, Any] = {} if since is None else {"canaryTime": (NOW - timedelta(seconds=since)).isoformat()}
     status = in_phase("Canary", canary="demo-3", **known) | {"pods": [check(canary, "Pending", message)]}
     return fleet_of(status, selfCheck={"enabled": True}), canary
 
