@@ -95,18 +95,29 @@ def test_an_alert_leads_to_its_runbook(folder: Path) -> None:
         assert rule["labels"]["severity"] in ("critical", "warning")
 
 
-def test_an_alert_on_a_reason_leads_to_that_reason(folder: Path) -> None:
+def _expect(folder: Path, alert: str, series: Series, labels: dict[str, str], annotations: dict[str, str]) -> None:
+    """Hold that a critical alert fires with these texts."""
     expected = {
-        "exp_labels": {"severity": "critical", "namespace": "poc-system", "reason": "NoPodReady"},
-        "exp_annotations": {
+        "exp_labels": {"severity": "critical", "namespace": "poc-system", **labels},
+        "exp_annotations": annotations,
+    }
+    test = _test(series)
+    test["alert_rule_test"] = [{"alertname": alert, "eval_time": "5m", "exp_alerts": [expected]}]
+    _judge(folder, f"texts of {alert}", [test])
+
+
+def test_an_alert_on_a_reason_leads_to_that_reason(folder: Path) -> None:
+    _expect(
+        folder,
+        "PoCRoundsIdle",
+        {'poc_operator_idle_rounds{namespace="poc-system", pod="a", reason="NoPodReady"}': "2x20"},
+        {"reason": "NoPodReady"},
+        {
             "summary": "No pod works on a round (NoPodReady).",
             "description": "No pod works on 2 rounds, which wait for no other round: NoPodReady.",
             "runbook_url": f"{RUNBOOKS.removesuffix('alerts')}work/#nopodready",
         },
-    }
-    test = _test({'poc_operator_idle_rounds{namespace="poc-system", pod="a", reason="NoPodReady"}': "2x20"})
-    test["alert_rule_test"] = [{"alertname": "PoCRoundsIdle", "eval_time": "5m", "exp_alerts": [expected]}]
-    _judge(folder, "reason", [test])
+    )
 
 
 def test_own_runbooks_elsewhere_have_the_alerts_alone(folder: Path) -> None:
@@ -118,17 +129,17 @@ def test_own_runbooks_elsewhere_have_the_alerts_alone(folder: Path) -> None:
 
 
 def test_texts_are_filled_in(folder: Path) -> None:
-    expected = {
-        "exp_labels": {"severity": "critical", "namespace": "poc-system", "pod": "a"},
-        "exp_annotations": {
+    _expect(
+        folder,
+        "PoCGatewayDiskFull",
+        {'poc_gateway_disk_full{namespace="poc-system", pod="a"}': "1x20"},
+        {"pod": "a"},
+        {
             "summary": "The disk of the gateway is full.",
             "description": "The gateway a stores nothing new. Pods keep their results until there is room.",
             "runbook_url": f"{RUNBOOKS}/#pocgatewaydiskfull",
         },
-    }
-    test = _test({'poc_gateway_disk_full{namespace="poc-system", pod="a"}': "1x20"})
-    test["alert_rule_test"] = [{"alertname": "PoCGatewayDiskFull", "eval_time": "5m", "exp_alerts": [expected]}]
-    _judge(folder, "texts", [test])
+    )
 
 
 def test_values_reach_the_rules(folder: Path) -> None:

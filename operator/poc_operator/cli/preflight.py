@@ -246,13 +246,13 @@ def unfinished_round(found: Evidence) -> list[Check]:
     about = f"round {meta.namespace}/{meta.name}"
     option = f" --gateway {found.gateway}" if found.gateway else ""
     look = f"kubectl poc -n {meta.namespace} explain {meta.name}{option}"
-    wrong = [finding for finding in account(found).findings if finding.remedy]
     if status.observed_generation < meta.generation and found.now - meta.creation_timestamp > SEEN_WITHIN:
         finding = (
             f"no operator has acted on its spec: generation {meta.generation}, seen is {status.observed_generation}"
         )
         remedy = f"look whether the operator runs, and whether watchNamespaces of its chart has {meta.namespace}"
         return [error(about, finding, remedy)]
+    wrong = [finding for finding in account(found).findings if finding.remedy]
     if not wrong:
         return [ok(about, f"nothing keeps it back: {status.message or 'no operator has seen it yet'}")]
     return [

@@ -133,12 +133,9 @@ def remembered(known: Sequence[FleetRound], work: Iterable[WorkOnPods], now: dat
         )
     told = [one for one in found.values() if one.started or one.network or one.over_time is None]
     told.sort(key=lambda one: (one.start_time, one.uid))
-    others = sum(not one.network for one in told)
-    rooms = {
-        True: MAX_ROUNDS - min(others, MAX_ROUNDS // 2),
-        False: MAX_ROUNDS - min(len(told) - others, MAX_ROUNDS // 2),
-    }
-    kept = [one for network, room in rooms.items() for one in [one for one in told if one.network == network][-room:]]
+    network, others = ([one for one in told if one.network is is_network] for is_network in (True, False))
+    half = MAX_ROUNDS // 2
+    kept = network[min(half, len(others)) - MAX_ROUNDS :] + others[min(half, len(network)) - MAX_ROUNDS :]
     return sorted(kept, key=lambda one: (one.start_time, one.uid))
 
 

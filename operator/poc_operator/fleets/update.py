@@ -170,8 +170,13 @@ class _View:
     @property
     def forgiven(self) -> UpdateStatus:
         """The status of an update whose canary is watched again."""
-        failed = [one for one in self.old.failed if one.digest != self.seen.digest]
-        return self.old.model_copy(update={"failed": failed, "phase": UpdatePhase.CANARY, "digest": self.seen.digest})
+        change = {"failed": self.other_failures, "phase": UpdatePhase.CANARY, "digest": self.seen.digest}
+        return self.old.model_copy(update=change)
+
+    @property
+    def other_failures(self) -> list[FailedUpdate]:
+        """How other templates have failed."""
+        return [one for one in self.old.failed if one.digest != self.seen.digest]
 
     def failed_check(self, pod: PodView) -> bool:
         """Whether the pod's server has failed its self-check, so that it takes no part."""
@@ -392,8 +397,7 @@ def _without_old_pods(view: _View) -> UpdateStep:
     status = view.status(UpdatePhase.COMPLETE, f"all pods have revision {seen.newest}")
     if complete and seen.replicas:
         # What has failed once, and works, has not failed.
-        failed = [one for one in status.failed if one.digest != seen.digest]
-        status = status.model_copy(update={"good_revision": seen.newest, "failed": failed})
+        status = status.model_copy(update={"good_revision": seen.newest, "failed": view.other_failures})
     done = WorkEvent(reason=Reason.UPDATE_COMPLETE, message=f"all {seen.replicas} pods have revision {seen.newest}")
     return UpdateStep(status=status, events=[*told, done] if running else [])
 
@@ -458,10 +462,9 @@ def _failing(view: _View, why: str, events: Sequence[WorkEvent]) -> UpdateStep:
     by_check = view.is_about_a_check(why)
     meant = _IF_MEANT if by_check else ""
     message = f"revision {seen.newest} failed: {why}; {back}{meant}"
-    others = [one for one in view.old.failed if one.digest != seen.digest]
     failure = FailedUpdate(digest=seen.digest, revision=seen.newest, message=why, time=seen.now, by_self_check=by_check)
     status = view.status(UpdatePhase.FAILED, message, view.old.canary)
-    status = status.model_copy(update={"failed": [*others, failure][-MAX_FAILED:]})
+    status = status.model_copy(update={"failed": [*view.other_failures, failure][-MAX_FAILED:]})
     told = WorkEvent(reason=Reason.UPDATE_FAILED, message=message, warning=True)
     return UpdateStep(status=status, events=[*events, told], moves=True)
 

@@ -16,10 +16,10 @@ from poc_operator.clients.errors import PodTimeout, StaleObject
 from poc_operator.controller.metrics import Metrics
 from poc_operator.observed import Container, PodReport, PodView
 from poc_operator.planning.conditions import conditions_of
-from poc_operator.planning.snapshot import Loss, OtherRound, WorkEvent
+from poc_operator.planning.snapshot import Loss, WorkEvent
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import NOW, UID, a_pod, a_round, a_slot, a_status, look
-from tests.unit.poc_operator.planning.test_eligibility import holding
+from tests.unit.poc_operator.planning.test_start_deadline import COMPUTES_FIRST, FIRST
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
@@ -92,17 +92,8 @@ def test_a_round_is_idle_beside_one_that_computes(pods: list[PodView], reason: R
 
 
 def test_a_round_that_waits_for_others_is_not_idle() -> None:
-    metrics, round_ = Metrics(), a_round()
-    held = OtherRound(
-        id="first",
-        name="ns/first",
-        place=(0, 1, 0, NOW - timedelta(hours=1), "first"),
-        priority=0,
-        replaces=False,
-        block=("ab", 7, "key"),
-        held=frozenset("a"),
-    )
-    seen = replace(look(round_, (a_pod("a"), holding(7, "first"))), find_other_rounds=lambda: (held,))
+    metrics = Metrics()
+    seen = replace(look(a_round(), (a_pod("a"), COMPUTES_FIRST)), find_other_rounds=lambda: (FIRST,))
     metrics.planned(seen, plan(seen).status, [])
     assert idle(metrics) == {}
 
