@@ -90,6 +90,18 @@ class CheckingExtension(PocWorkerExtension):
             connector.clear_connector_metadata()
         return ordered
 
+    def poc_test_expert_counts(self) -> list[int]:
+        """Return how many tokens each place of an expert had, in all steps that its balancer looks back on."""
+        (state,) = self.model_runner.eplb_state.model_states.values()
+        counts: list[int] = (state.expert_load_pass + state.expert_load_window.sum(0)).flatten().tolist()
+        return counts
+
+    def poc_test_expert_places(self) -> list[list[int]]:
+        """Return which expert is in each place, by layer."""
+        (state,) = self.model_runner.eplb_state.model_states.values()
+        places: list[list[int]] = state.physical_to_logical_map.tolist()
+        return places
+
     def poc_test_workspace(self) -> tuple[bool, list[int]]:
         """Say whether vLLM's shared workspace is locked, and the addresses of its parts."""
         workspace = current_workspace_manager()

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from vllm.config import CUDAGraphMode
-from vllm.distributed.kv_transfer import has_kv_transfer_group, kv_transfer_state
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.sequence import IntermediateTensors
 
+from vllm_poc.worker.model.base_model import BaseModel
 from vllm_poc.worker.model.placement import Placement
 from vllm_poc.worker.model.ranks import Ranks
 from vllm_poc.worker.model.scratch import BatchShape, ChatMemory, UnsupportedModelError, cache_group
@@ -49,9 +49,6 @@ _WRAPPED = {"gemma3", "glm5_next", "glm5_next_text", "qwen2_5_vl"}
 _UNROUNDED = {"auto", "float16", "bfloat16"}
 # Types of models that choose the experts of some layers by token id, and for which the network gives nonces token ids.
 _ROUTED_BY_TOKEN = {"deepseek_v4"}
-
-# Where vLLM keeps the KV connector of its process.
-_CONNECTOR = "_KV_CONNECTOR_AGENT"
 
 
 class StageInputs(NamedTuple):
@@ -99,8 +96,7 @@ class ModelAdapter:
         #: Number of token ids if the model chooses experts by them, else None.
         self.vocabulary = token_vocabulary(runner.vllm_config.model_config)
         self._config = runner.vllm_config
-        self._adapted = adapted_layers(self.model)
-        require_known_connector()
+        self._base_model = BaseModel(runner)
         # With async scheduling, vLLM's first model runner prepares a batch while copies of the last one's inputs are on
         # their way, and this makes it wait for them: builders fill memory of the CPU that such copies read. The second
         # one has memory for each batch. Both build in the thread that also runs PoC's calls, and on one stream.
@@ -221,7 +217,7 @@ class ModelAdapter:
             slot_mapping=plan.slot_mapping,
             skip_compiled=True,
         )
-        with context, base_model(self._adapted), model_inputs(self.model, inputs) as arguments:
+        with context, self._base_model.alone(), model_inputs(self.model, inputs) as arguments:
             before = IntermediateTensors(received) if received else None
             output = self.model(positions=plan.positions, intermediate_tensors=before, **arguments)
         made: StageOutput = output.tensors if isinstance(output, IntermediateTensors) else output
@@ -268,56 +264,6 @@ def model_inputs(model: nn.Module, inputs: StageInputs) -> Iterator[dict[str, Te
         yield {"input_ids": zeros if tokens is None else tokens}
 
 
-class Adapted(NamedTuple):
-    """A layer with adapters, by its name in ``owner``."""
-
-    owner: nn.Module
-    name: str
-    layer: nn.Module
-
-
-def adapted_layers(model: nn.Module) -> list[Adapted]:
-    """Return all layers with adapters, by each name that the model has for them; none without ``--enable-lora``."""
-    return [
-        Adapted(owner, name, layer)
-        for owner in model.modules()
-        for name, layer in owner._modules.items()  # `named_children` leaves out a second name
-        if layer is not None and _has_adapters(layer)
-    ]
-
-
-def require_known_connector() -> None:
-    """UnsupportedModelError if there is a KV connector, and it is not where PoC knows to hide it."""
-    if has_kv_transfer_group() and getattr(kv_transfer_state, _CONNECTOR, None) is None:
-        raise UnsupportedModelError(
-            "PoC does not know where this release of vLLM keeps its KV connector: start vLLM without "
-            "--kv-transfer-config and --kv-offloading-size."
-        )
-
-
-@contextmanager
-def base_model(adapted: Sequence[Adapted]) -> Iterator[None]:
-    """Let one forward pass run the base model alone: without chat's adapters, and out of sight of chat's KV connector.
-
-    Layers with adapters (LoRA) apply what the last batch of chat has chosen. Meanwhile the layers within stand in their
-    places, with their weights and kernels, so that results have the bits of a server without adapters. So they do in a
-    CUDA graph, which would read chat's choice otherwise.
-
-    Attention hands its keys and values to the KV connector as long as that has the orders of a batch. It may have them
-    between the forward pass of a batch and its sampling, and would keep PoC's as those of chat.
-    """
-    connector = getattr(kv_transfer_state, _CONNECTOR, None)
-    try:
-        for owner, name, layer in adapted:
-            owner._modules[name] = layer.base_layer
-        setattr(kv_transfer_state, _CONNECTOR, None)
-        yield
-    finally:
-        setattr(kv_transfer_state, _CONNECTOR, connector)
-        for owner, name, layer in adapted:
-            owner._modules[name] = layer
-
-
 def _layer_stack(model: nn.Module, paths: Sequence[str]) -> nn.ModuleList:
     roots = [getattr(model, "model", None), model]
     for root in filter(None, roots):
@@ -340,8 +286,3 @@ def _submodule(root: nn.Module, path: str) -> nn.Module | None:
 
 def _class_names(objects: Iterable[object]) -> list[str]:
     return sorted({type(found).__name__ for found in objects})
-
-
-def _has_adapters(layer: nn.Module) -> bool:
-    # By the names of their classes: the module that has them imports much that a server without adapters has not.
-    return any(kind.__name__ == "BaseLayerWithLoRA" for kind in type(layer).__mro__)

@@ -14,13 +14,8 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm import envs
 from vllm_poc.maths.decode import PICKED_COORDINATES
 from vllm_poc.rpc import DecodeSetup, ModelFacts
-from vllm_poc.worker.model.adapter import (
-    ModelAdapter,
-    adapted_layers,
-    takes_embeddings,
-    token_embeddings,
-    token_vocabulary,
-)
+from vllm_poc.worker.model.adapter import ModelAdapter, takes_embeddings, token_embeddings, token_vocabulary
+from vllm_poc.worker.model.base_model import adapted_layers
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, SpeculativeConfig, VllmConfig
@@ -159,11 +154,18 @@ JUDGED = (
     Judged.of_ranks("parallel_config.data_parallel_size", "--data-parallel-size"),
     Judged.of_ranks("parallel_config.decode_context_parallel_size", "--decode-context-parallel-size"),
     Judged.of_ranks("parallel_config.prefill_context_parallel_size", "--prefill-context-parallel-size"),
-    Judged.off("parallel_config.enable_expert_parallel", "--enable-expert-parallel"),
-    Judged.off(
-        "parallel_config.enable_eplb",
-        "--enable-eplb",
-        "would count its tokens in the statistics that place experts",
+    *(
+        Judged(
+            f"parallel_config.{name}",
+            (False, True),
+            f"PoC is not proven with --{name.replace('_', '-')} {{value}}: start vLLM without it.",
+        )
+        for name in ("enable_expert_parallel", "enable_eplb")
+    ),
+    Judged(
+        "parallel_config.expert_placement_strategy",
+        ("linear",),
+        "PoC is not proven with --expert-placement-strategy {value}: start vLLM without it.",
     ),
     Judged.off("parallel_config.enable_elastic_ep", "--enable-elastic-ep"),
     Judged.off("parallel_config.enable_fault_tolerance", "--enable-fault-tolerance"),

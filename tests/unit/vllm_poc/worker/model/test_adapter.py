@@ -36,7 +36,7 @@ def a_runner(seen: list[str], *, dimensions: int = 0, model: torch.nn.Module | N
     kind = SimpleNamespace(hf_config=SimpleNamespace(model_type="any"), dtype=torch.float32, uses_mrope=dimensions > 0)
     if dimensions > 3:  # earlier releases do not tell, and have three
         kind.mrope_num_dims = dimensions
-    config = SimpleNamespace(model_config=kind)
+    config = SimpleNamespace(model_config=kind, parallel_config=SimpleNamespace(enable_eplb=False))
     more = {"attn_groups": [], **more}
     return SimpleNamespace(get_model=lambda: model, device=torch.device("cpu"), vllm_config=config, **more)
 

@@ -80,6 +80,7 @@ SETTINGS = {
     "parallel_config.prefill_context_parallel_size": "--prefill-context-parallel-size 1",
     "parallel_config.enable_expert_parallel": "--enable-expert-parallel",
     "parallel_config.enable_eplb": "--enable-eplb",
+    "parallel_config.expert_placement_strategy": "--expert-placement-strategy",
     "parallel_config.enable_elastic_ep": "--enable-elastic-ep",
     "parallel_config.enable_fault_tolerance": "--enable-fault-tolerance",
     "parallel_config.enable_dbo": "--enable-dbo",
