@@ -153,13 +153,17 @@ def test_chat_and_prefill_run_between_steps_and_neither_changes_the_other(model:
 
     request, batch = chains_of(NONCES, passes=1), a_batch(range(8), seq_len=SEQ_LEN)
     expected = decoded(model, request)
+    answer(model)  # from now on all of the prompt but its last block comes from the cache
     chat, artifacts = answer(model), asked(model, "poc_compute", batch)
+    assert answer(model) == chat, "chat must be repeatable without PoC beside it"
     held = asked(model, "poc_test_held")
     assert decoded(model, request) == expected
     assert asked(model, "poc_test_held") == held
     for _ in range(3):
         assert not asked(model, "poc_decode", request)["complete"]
+        assert asked(model, "poc_test_held") == held
         assert answer(model) == chat
+        held = asked(model, "poc_test_held")
         assert asked(model, "poc_compute", batch) == artifacts
     assert decoded(model, request) == expected
     assert answer(model) == chat

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 torch = pytest.importorskip("torch", reason="needs the worker environment")
 pytestmark = pytest.mark.skipif(WHY_NOT_PARALLEL is not None, reason=str(WHY_NOT_PARALLEL))
+
+_log = logging.getLogger(__name__)
 
 NONCES, SEQ_LENS = list(range(6)), (17, 64)
 EXPERTS = [*LAYOUTS["tp"], "--enable-expert-parallel"]
@@ -68,13 +71,19 @@ def require_right(client: Client, reference: Reference) -> None:
         torch.testing.assert_close(distances, expected, atol=DISTANCE_TOLERANCE, rtol=0)
 
 
+def require_allowed(client: Client) -> None:
+    facts = client.workers("poc_describe")[0]
+    _log.info("%s", facts["findings"])
+    assert facts["refusal"] is None
+
+
 def test_results_are_the_models(fixed: Client, reference: Reference) -> None:
-    assert fixed.workers("poc_describe")[0]["refusal"] is None
+    require_allowed(fixed)
     require_right(fixed, reference)
 
 
 def test_pocs_tokens_are_not_counted(balanced: Client) -> None:
-    assert balanced.workers("poc_describe")[0]["refusal"] is None
+    require_allowed(balanced)
     before = balanced.workers("poc_test_expert_counts")
     balanced.chat("one", tokens=2)
     counted = balanced.workers("poc_test_expert_counts")

@@ -22,7 +22,7 @@ with suppress(ImportError):  # releases that have no such model
     cpu_mla.DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler = lambda *_: defaultdict(lambda: None)
 
 
-_weights = torch.Generator().manual_seed(5)
+_generators = dict[torch.device, torch.Generator]()
 
 
 def _sensible(values: Tensor, *_: object, **__: object) -> None:
@@ -34,7 +34,14 @@ def _sensible(values: Tensor, *_: object, **__: object) -> None:
     if not values.is_floating_point():
         return  # experts by token id
     with torch.inference_mode():
-        values.fill_(1.0) if values.ndim == 1 else values.normal_(0.0, values.shape[-1] ** -0.5, generator=_weights)
+        if values.ndim == 1:
+            values.fill_(1.0)
+        else:
+            values.normal_(0.0, values.shape[-1] ** -0.5, generator=_generator(values.device))
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return _generators.setdefault(device, torch.Generator(device).manual_seed(5))
 
 
 # vLLM imports this module before it loads the model.

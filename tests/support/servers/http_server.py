@@ -14,16 +14,19 @@ import uvicorn
 #: Of up to so many processes of pytest at a time each has so many ports, all below those that the system gives to
 #: connections.
 _FIRST_PORT, _PROCESSES, _PORTS_EACH = 12_000, 8, 2500
+#: How far apart two runs begin whose process ids follow one another. Those of several are spread evenly. A server may
+#: bind its port a minute after it was given it, so nobody can see which ones other runs use.
+_APART = 1547
 
 
-def _own_ports() -> Iterator[int]:
-    """Yield the ports of this process again and again; another run on the machine begins elsewhere among them."""
+def own_ports(pid: int) -> Iterator[int]:
+    """Yield the ports of a process again and again; another run on the machine begins elsewhere among them."""
     process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _PROCESSES
-    for turn in itertools.count(os.getpid()):
+    for turn in itertools.count(_APART * pid):
         yield _FIRST_PORT + process * _PORTS_EACH + turn % _PORTS_EACH
 
 
-_PORTS = _own_ports()
+_PORTS = own_ports(os.getpid())
 
 
 def free_port() -> int:
