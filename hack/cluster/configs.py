@@ -19,6 +19,7 @@ from .layout import (
     admin_kubeconfig,
     certificate,
     config,
+    containerd_root,
     containerd_socket,
     folder,
     key,
@@ -74,7 +75,7 @@ def _base64(path: Path) -> str:
 def _containerd() -> str:
     # restrict_oom_score_adj: a machine without CAP_SYS_RESOURCE cannot lower oom_score_adj, and runc would fail.
     return f"""version = 2
-root = "{folder("containerd")}"
+root = "{containerd_root()}"
 state = "{folder("containerd-state")}"
 disabled_plugins = ["io.containerd.internal.v1.opt"]
 [grpc]

@@ -4,7 +4,7 @@
 from enum import IntEnum
 from pathlib import Path
 
-from hack.toolchain.common import home
+from hack.toolchain.common import cache, home
 
 NODE = "local"
 # Interface names have at most 15 characters.
@@ -84,6 +84,13 @@ def config(name: str) -> Path:
 def log(part: str) -> Path:
     """What a part prints."""
     return state() / "logs" / f"{part}.log"
+
+
+def containerd_root() -> Path:
+    """containerd's images; they stay when the cluster goes, since bringing them in takes most of a minute."""
+    path = cache() / "containerd"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def containerd_socket() -> Path:

@@ -11,7 +11,8 @@ from hack.toolchain.steps import step
 
 from .cgroups import remove_group
 from .firewall import remove_firewall
-from .layout import OWN_NAME, containerd_socket, state
+from .images import ctr
+from .layout import OWN_NAME, containerd_root, containerd_socket, state
 from .network import remove_network
 from .processes import recorded, stop
 
@@ -19,6 +20,8 @@ LIMIT = 60.0
 KUBELET_LINKS = Path("/var/log/containers")
 NETWORK_RESULTS = Path("/var/lib/cni/results")
 DEVICE_PLUGINS = Path("/var/lib/kubelet/device-plugins")
+#: Where containerd keeps files of each container, below its root.
+_CONTAINER_FILES = "io.containerd.grpc.v1.cri"
 SHIM_SOCKETS = Path("/run/containerd/s")
 
 
@@ -36,6 +39,18 @@ def down() -> None:
     with step("files"):
         _unmount()
         _remove_files()
+
+
+def forget_containers() -> bool:
+    """Remove the containers of a cluster that is gone from containerd, which keeps them with its images.
+
+    Whether there were any: then containerd must be started anew, since it has read them at its start.
+    """
+    containers = ctr("containers", "list", "--quiet").split()
+    if containers:
+        ctr("containers", "delete", *containers)
+    shutil.rmtree(containerd_root() / _CONTAINER_FILES, ignore_errors=True)
+    return bool(containers)
 
 
 def _stop_parts() -> None:

@@ -15,10 +15,11 @@ from .images import ensure_pause_image
 from .layout import NODE, admin_kubeconfig, folder, state
 from .manifests import manifests
 from .network import ensure_network
-from .parts import parts
+from .parts import Part, parts
 from .pki import ensure_pki
 from .ports import require_free_ports
-from .processes import ensure_running, running
+from .processes import ensure_running, running, stop
+from .teardown import forget_containers
 
 READY_LIMIT = 120
 
@@ -27,6 +28,7 @@ def up() -> None:
     """Ends when pods can be made."""
     require_root("The cluster")
     install()
+    is_new = not state().exists()
     state().mkdir(parents=True, exist_ok=True)
     require_free_ports([part for part in parts() if not running(part.name)])
     ensure_network()
@@ -36,6 +38,8 @@ def up() -> None:
     write_configs()
     for part in parts():
         ensure_running(part)
+        if part.name == "containerd" and is_new:
+            _begin_without_containers(part)
         _after(part.name)
     _wait_ready()
 
@@ -44,6 +48,13 @@ def kubectl(*arguments: str, limit: float = 60.0, stdin: str | None = None) -> s
     """Run kubectl as the cluster's administrator."""
     login = ("--kubeconfig", admin_kubeconfig(), "--cache-dir", folder("kubectl-cache"))
     return run([tool_path("kubectl"), *login, *arguments], limit=limit, stdin=stdin)
+
+
+def _begin_without_containers(containerd: Part) -> None:
+    """Let a new cluster find the images of the one before, and none of its containers."""
+    if forget_containers():
+        stop(containerd.name)
+        ensure_running(containerd)
 
 
 def _after(part: str) -> None:
