@@ -19,18 +19,19 @@ GO_FLAGS = ("-trimpath", "-buildvcs=false", "-mod=readonly")
 
 @dataclass(frozen=True)
 class ToolSet:
-    """Tools of one Go module; the folder of that name beside this file pins the versions in go.mod and go.sum."""
+    """Tools of one Go module, whose folder beside this file pins the versions in go.mod and go.sum."""
 
     name: str
     programs: Mapping[str, str]  # file name of a tool -> its Go package; one that begins with ./ is a folder of ours
     main_module: str
     tags: str = ""  # build tags, with commas between them
     version_variable: str = ""  # where the tools expect their own version, if they cannot know it otherwise
+    within: str = ""  # the tool set whose module they are in, if it is not one of their own
 
     @property
     def module(self) -> Path:
         """The folder of the Go module."""
-        return Path(__file__).parent / self.name
+        return Path(__file__).parent / (self.within or self.name)
 
     @property
     def folder(self) -> Path:
@@ -72,12 +73,17 @@ KUBERNETES_TOOLS = (
     "kubelet",
 )
 
-#: Helm first: the tests of the docs wait for it.
+#: Helm first: the tests of the docs wait for it. It and CoreDNS share a module with Kubernetes, so that the packages
+#: that they need are compiled once. So Helm's minor version is one of those that use the cluster's client libraries.
 TOOL_SETS = (
-    ToolSet(name="helm", programs={"helm": "helm.sh/helm/v4/cmd/helm"}, main_module="helm.sh/helm/v4"),
+    ToolSet(
+        name="helm",
+        programs={"helm": "helm.sh/helm/v4/cmd/helm"},
+        main_module="helm.sh/helm/v4",
+        within="kubernetes",
+    ),
     ToolSet(
         name="kubernetes",
-        # CoreDNS shares a module with Kubernetes, so that the packages that both need are compiled once.
         programs={**dict(map(_kubernetes, KUBERNETES_TOOLS)), "coredns": "./coredns"},
         main_module="k8s.io/kubernetes",
         version_variable="k8s.io/component-base/version.gitVersion",
