@@ -13,6 +13,7 @@ _NODE = {"name": "h200", "template": {"namespace": "poc", "spec": {"fleetRef": {
 _ROUTE: Values = {
     "gateway": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]}, "mlNodes": [_NODE]},
 }
+_INGRESS: Values = {"gateway": {"ingress": {"enabled": True, "hosts": [{"host": "poc.example.org"}]}}}
 _MONITOR: Values = {"metrics": {"service": True, "serviceMonitor": True}}
 _POD_MONITOR: Values = {"metrics": {"podMonitor": {"enabled": True}}}
 _RULE: Values = {"metrics": {"prometheusRule": {"enabled": True, "runbookUrl": "https://docs.example.org/alerts"}}}
@@ -34,6 +35,9 @@ class Case:
 
 CASES: dict[str, Case] = {
     "global.imageRegistry": Case("registry.example.org/mirror"),
+    "nameOverride": Case("poc"),
+    "fullnameOverride": Case("poc"),
+    "commonLabels": Case({"example.org/team": "a"}),
     "image.repository": Case("registry.example.org/operator"),
     "image.tag": Case("2.0.0"),
     "image.digest": Case(_DIGEST),
@@ -93,9 +97,17 @@ CASES: dict[str, Case] = {
     "gateway.httpRoute.hostnames": Case(["poc.example.org"], _ROUTE),
     "gateway.httpRoute.annotations": Case(_NOTE, _ROUTE),
     "gateway.httpRoute.chatPastGateway": Case(value=True, beside=_ROUTE),
+    "gateway.ingress.enabled": Case(
+        value=True, beside={"gateway": {"ingress": {"hosts": [{"host": "a.example.org"}]}}}
+    ),
+    "gateway.ingress.className": Case("traefik", _INGRESS),
+    "gateway.ingress.annotations": Case(_NOTE, _INGRESS),
+    "gateway.ingress.hosts": Case([{"host": "other.example.org"}], _INGRESS),
+    "gateway.ingress.tls": Case([{"hosts": ["poc.example.org"], "secretName": "poc-tls"}], _INGRESS),
     "gateway.networkPolicy.enabled": Case(value=False),
     "gateway.networkPolicy.insideFrom": Case(_PEERS, _WATCHED),
     "gateway.networkPolicy.networkFrom": Case(_PEERS),
+    "gateway.networkPolicy.ingressFrom": Case(_PEERS),
     "gateway.accessLog": Case("all"),
     "gateway.resources.requests": Case({"cpu": "2"}),
     "gateway.resources.limits": Case({"memory": "2Gi"}),
@@ -135,4 +147,5 @@ CASES: dict[str, Case] = {
     "affinity": Case({"podAntiAffinity": {}}),
     "priorityClassName": Case("high"),
     "extraEnv": Case([{"name": "HTTPS_PROXY", "value": "http://proxy.example.org"}]),
+    "extraObjects": Case([{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "contacts"}}]),
 }

@@ -9,7 +9,7 @@ import yaml
 
 from hack.deploy.kube import Kube
 from hack.deploy.local import OPERATOR_CHART
-from hack.deploy.releases import NAMESPACE, SYSTEM_NAMESPACE
+from hack.deploy.releases import NAMESPACE, OPERATOR, SYSTEM_NAMESPACE
 from hack.toolchain.common import run
 
 Values = dict[str, Any]
@@ -35,6 +35,10 @@ ALL_VALUES: dict[Path, Values] = {
     OPERATOR_CHART: {
         **_COMMON,
         "global": {"imageRegistry": "mirror.example.org"},
+        "nameOverride": "unused",
+        "fullnameOverride": f"{RELEASE}-{OPERATOR}",  # as it is without, so that tests find the objects
+        "commonLabels": {"example.org/cost-center": "poc"},
+        "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-extra"}}],
         "networkPolicy": {"enabled": False},
         "crds": {"enabled": False},
         "watchNamespaces": [NAMESPACE, "default"],
@@ -87,10 +91,18 @@ ALL_VALUES: dict[Path, Values] = {
                 "annotations": {"example.org/note": "text"},
                 "chatPastGateway": True,
             },
+            "ingress": {
+                "enabled": True,
+                "className": "traefik",
+                "annotations": {"example.org/note": "text"},
+                "hosts": [{"host": "poc.example.org", "paths": [{"path": "/nodes", "pathType": "Prefix"}]}],
+                "tls": [{"hosts": ["poc.example.org"], "secretName": "poc-tls"}],
+            },
             "networkPolicy": {
                 "enabled": True,
                 "insideFrom": [{"podSelector": {}}],
                 "networkFrom": [{"ipBlock": {"cidr": "192.0.2.0/24"}}],
+                "ingressFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "traefik"}}}],
             },
             "resources": {"limits": {"memory": "2Gi"}},
             "extraEnv": [{"name": "POC_GATEWAY_PAYLOAD_ARTIFACTS", "value": "500"}],

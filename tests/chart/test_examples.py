@@ -74,3 +74,13 @@ def test_the_network_node_comes_by_tls_and_alone() -> None:
     (policy,) = [body for body in bodies if body["kind"] == "NetworkPolicy" and "gateway" in body["metadata"]["name"]]
     (network,) = [one for one in policy["spec"]["ingress"] if one["ports"] == [{"port": "network"}]]
     assert network["from"] == [{"ipBlock": {"cidr": "192.0.2.10/32"}}]
+
+
+def test_the_network_node_comes_by_the_ingress_controller_alone() -> None:
+    bodies = objects(FOLDER / "ingress.yaml")
+    (ingress,) = [body["spec"] for body in bodies if body["kind"] == "Ingress"]
+    assert ingress["tls"] == [{"hosts": [rule["host"] for rule in ingress["rules"]], "secretName": "poc-tls"}]
+    (policy,) = [body for body in bodies if body["kind"] == "NetworkPolicy" and "gateway" in body["metadata"]["name"]]
+    (network,) = [one for one in policy["spec"]["ingress"] if one["ports"] == [{"port": "network"}]]
+    labels = {"kubernetes.io/metadata.name": ingress["ingressClassName"]}
+    assert network["from"] == [{"namespaceSelector": {"matchLabels": labels}}]

@@ -16,14 +16,23 @@ from tests.chart.rendered import Values, ensure, text
 
 #: What Helm renders has the values' own style; of it this must hold.
 RENDERED = YamlLintConfig("rules: {key-duplicates: {forbid-duplicated-merge-keys: true}, octal-values: enable}")
+#: A label in every place where a user may set labels: its key must not come twice.
+LABELS = {"example.org/team": "a"}
 FULL: Values = {
-    "gateway": {"networkPolicy": {"enabled": True}, "archive": {"bucket": "results"}},
+    "commonLabels": LABELS,
+    "podLabels": LABELS,
+    "gateway": {
+        "networkPolicy": {"enabled": True},
+        "archive": {"bucket": "results"},
+        "ingress": {"enabled": True, "hosts": [{"host": "poc.example.org"}]},
+    },
     "metrics": {
         "service": True,
         "serviceMonitor": True,
-        "podMonitor": {"enabled": True},
-        "prometheusRule": {"enabled": True, "runbookUrl": "https://docs.example.org/alerts"},
-        "dashboards": {"enabled": True},
+        "serviceMonitorLabels": LABELS,
+        "podMonitor": {"enabled": True, "labels": LABELS},
+        "prometheusRule": {"enabled": True, "runbookUrl": "https://docs.example.org/alerts", "labels": LABELS},
+        "dashboards": {"enabled": True, "labels": LABELS},
     },
     "watchNamespaces": ["poc", "default"],
 }

@@ -159,11 +159,15 @@ def test_watched_namespaces_alone_deliver() -> None:
     [
         ({}, ("Secret fresh-vllm-poc-operator-gateway-tokens", "the volume claim fresh-", "http://fresh-", "503")),
         ({"gateway": {"tls": {"existingSecret": "tls"}}}, ("https://fresh-vllm-poc-operator-gateway-network",)),
+        (
+            {"gateway": {"ingress": {"enabled": True, "hosts": [{"host": "a.org"}], "tls": [{"secretName": "a"}]}}},
+            ("Ingress:        https://a.org",),
+        ),
         ({"gateway": {"database": {"existingSecret": "database"}}}, ("the PostgreSQL of the Secret database",)),
         ({"watchNamespaces": ["poc"]}, ("gateway.networkPolicy.insideFrom",)),
         ({"gateway": {"enabled": False}}, ("There is no gateway: each round needs a callbackURL",)),
     ],
-    ids=["defaults", "TLS", "PostgreSQL", "namespaces", "no gateway"],
+    ids=["defaults", "TLS", "Ingress", "PostgreSQL", "namespaces", "no gateway"],
 )
 def test_the_notes_tell_of_the_gateway(values: Values, says: tuple[str, ...]) -> None:
     argv = [str(tool_path("helm")), "install", "fresh", str(OPERATOR_CHART), f"--namespace={SYSTEM_NAMESPACE}"]

@@ -1,8 +1,13 @@
+{{/* Names of objects begin with it. Labels that selectors have do not follow the overrides: `kubectl poc`, the Job of
+`helm uninstall` and the commands of the docs find operator and gateway by them, and selectors of a Deployment never change. */}}
 {{- define "operator.fullname" -}}
-{{- if contains .Chart.Name .Release.Name -}}
+{{- $name := .Values.nameOverride | default .Chart.Name -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride -}}
+{{- else if contains $name .Release.Name -}}
 {{- .Release.Name | trunc 63 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 63 | trimSuffix "-" -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 63 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 
@@ -16,7 +21,17 @@ app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
+{{/* All labels of an object: (dict "own" … "more" … "root" $), where `own` is text. Whose key comes first counts, so that
+no key is there twice. */}}
+{{- define "chart.labels" -}}
+{{- merge (dict) (.own | fromYaml) (.more | default dict) (.root.Values.commonLabels | default dict) | toYaml -}}
+{{- end -}}
+
 {{- define "operator.labels" -}}
+{{- include "chart.labels" (dict "own" (include "operator.ownLabels" .) "root" .) -}}
+{{- end -}}
+
+{{- define "operator.ownLabels" -}}
 {{ include "operator.selectorLabels" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
@@ -38,6 +53,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{/* Labels of what `helm uninstall` runs: never those that the operator's own pod is found by. */}}
 {{- define "uninstall.labels" -}}
+{{- include "chart.labels" (dict "own" (include "uninstall.ownLabels" .) "root" .) -}}
+{{- end -}}
+
+{{- define "uninstall.ownLabels" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}-uninstall
 app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
@@ -52,6 +71,10 @@ helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
 
 {{/* Labels of what `helm test` runs: never those that the operator's own pod is found by. */}}
 {{- define "test.labels" -}}
+{{- include "chart.labels" (dict "own" (include "test.ownLabels" .) "root" .) -}}
+{{- end -}}
+
+{{- define "test.ownLabels" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}-test
 app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
@@ -77,8 +100,9 @@ helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
 {{- end -}}
 {{- end -}}
 
+{{/* So short that the names of its Services, which end with "-network" and "-metrics", have at most 63 characters. */}}
 {{- define "gateway.fullname" -}}
-{{- printf "%s-gateway" (include "operator.fullname" . | trunc 55 | trimSuffix "-") -}}
+{{- printf "%s-gateway" (include "operator.fullname" . | trunc 47 | trimSuffix "-") -}}
 {{- end -}}
 
 {{- define "gateway.selectorLabels" -}}
@@ -87,6 +111,10 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
 {{- define "gateway.labels" -}}
+{{- include "chart.labels" (dict "own" (include "gateway.ownLabels" .) "root" .) -}}
+{{- end -}}
+
+{{- define "gateway.ownLabels" -}}
 {{ include "gateway.selectorLabels" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
@@ -120,6 +148,20 @@ checksum/tokens: {{ include "gateway.tokens" . | sha256sum }}
 {{/* Where pods and the operator reach the gateway. */}}
 {{- define "gateway.url" -}}
 {{- printf "http://%s.%s.svc:8080" (include "gateway.fullname" .) .Release.Namespace -}}
+{{- end -}}
+
+{{/* The hosts of the gateway's Ingress as JSON: those of the values, and all paths of each ML node with another one. */}}
+{{- define "gateway.ingressHosts" -}}
+{{- $hosts := .Values.gateway.ingress.hosts | default list -}}
+{{- $names := list -}}
+{{- range $hosts }}{{ $names = append $names .host }}{{ end -}}
+{{- range .Values.gateway.mlNodes -}}
+{{- if and .host (not (has .host $names)) -}}
+{{- $names = append $names .host -}}
+{{- $hosts = append $hosts (dict "host" .host) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $hosts -}}
 {{- end -}}
 
 {{/* The file of the ML nodes, as the gateway reads it: tokens are files. */}}
