@@ -45,8 +45,9 @@ from poc_operator.controller.observing import PodCache
 from poc_operator.controller.self_checks import CHECKS, SelfChecks
 from poc_operator.fleets.download import DownloadSeen
 from poc_operator.fleets.merge import covers
-from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, foreign, key_of, plan
+from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
 from poc_operator.fleets.resolve import Refusal
+from poc_operator.fleets.strangers import foreign, is_stranger
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import WorkEvent
 
@@ -311,7 +312,7 @@ class Fleets:
         loop.checks.keep(step.checks, {pod.uid for pod in step.status.pods})
         loop.moves = step.moves
         if step.evict:
-            await loop.evictor.evict(fleet, step.evict, labels_of(fleet, seen.stateful_set, seen.pods))
+            await loop.evictor.evict(fleet, step.evict, labels_of(fleet, seen.stateful_set, seen.own))
             if fleet.spec.kubernetes_nodes > 1:
                 return 0.0  # before the pod is made anew, its LeaderWorkerSet must know by which template
         return REST_SECONDS if _rests(step.status) and not applied and not step.moves else BUSY_SECONDS
@@ -338,8 +339,9 @@ class Fleets:
     async def _observe(self, loop: _Loop, fleet: PoCFleet, age: float) -> FleetSnapshot:
         namespace, name, uid = fleet.metadata.namespace, fleet.metadata.name, fleet.metadata.uid
         pods = self._pods.selected(namespace, fleet_selector(name))
+        own = [pod for pod in pods if not is_stranger(name, pod)]
         if self._health is not None:
-            self._health.see(uid, pods, fleet.spec.port)
+            self._health.see(uid, own, fleet.spec.port)
         objects: Mapping[Key, Body] = {}
         with contextlib.suppress(StoreForbidden):  # what is applied is refused too, and that is told
             objects = await self._children.of(namespace, name, age)
@@ -355,12 +357,12 @@ class Fleets:
             health=self._health.found(uid) if self._health is not None else {},
             gpu_errors=self._health.gpu_errors(uid) if self._health is not None else {},
             download=await self._download(fleet),
-            work=self._work.on(fleet, labels_of(fleet, objects.get(("StatefulSet", name)), pods)),
+            work=self._work.on(fleet, labels_of(fleet, objects.get(("StatefulSet", name)), own)),
             busy=loop.evictor.busy,
             evicted=loop.evictor.evicted,
             evicted_names=loop.evictor.evicted_names,
             good_template=await self._good_template(loop, fleet),
-            nodes=await self._around.nodes(fleet, pods),
+            nodes=await self._around.nodes(fleet, own),
         )
 
     async def _download(self, fleet: PoCFleet) -> DownloadSeen:

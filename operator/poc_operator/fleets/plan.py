@@ -7,6 +7,7 @@ Which pods of an old revision leave, and when, is in `poc_operator.fleets.update
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from poc_operator.apis.v1alpha1.conditions import merge_conditions
@@ -28,6 +29,7 @@ from poc_operator.fleets.render import Object, render, signed
 from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve
 from poc_operator.fleets.rollback import differences, digest_of, server_template_of, template_of, with_template
 from poc_operator.fleets.stages import GpuErrors, Nodes, ordinal_of, with_stages
+from poc_operator.fleets.strangers import foreign, is_own, strangers
 from poc_operator.fleets.update import (
     Eviction,
     Spares,
@@ -52,9 +54,9 @@ def key_of(body: Mapping[str, Any]) -> Key:
 class FleetSnapshot:
     """What one plan of a fleet sees.
 
-    ``objects`` are those with the fleet's label. ``settled`` has the versions of objects that were applied and do not
-    look like what was wanted, since the API server writes some values in another way. ``refused`` is what became of
-    the last objects that could not be applied.
+    ``objects`` and ``pods`` are those with the fleet's label. ``settled`` has the versions of objects that were applied
+    and do not look like what was wanted, since the API server writes some values in another way. ``refused`` is what
+    became of the last objects that could not be applied.
 
     ``health`` is what was seen of the pods' engines, ``gpu_errors`` what their GPUs tell of errors, and ``answers``
     are those to self-checks, each by the pods' uids. ``download`` is what is seen of the download that is under way.
@@ -81,10 +83,17 @@ class FleetSnapshot:
     good_template: Mapping[str, Any] | None = None
     nodes: Nodes = field(default_factory=dict)
 
+    @cached_property
+    def own(self) -> Sequence[PodView]:
+        """The pods that are the fleet's own. All others with its label are left alone."""
+        if self.stateful_set is None and self.refused is not None and self.refused.reason is Reason.OBJECT_CONFLICT:
+            return []  # another StatefulSet may have the fleet's name, and not its label
+        return [pod for pod in self.pods if is_own(self.fleet, pod, self.stateful_set, self.groups)]
+
     @property
     def staying(self) -> Sequence[PodView]:
-        """The pods that exist and are not on their way out."""
-        return [pod for pod in self.pods if pod.stays]
+        """The fleet's pods that are not on their way out."""
+        return [pod for pod in self.own if pod.stays]
 
     @property
     def stateful_set(self) -> Mapping[str, Any] | None:
@@ -140,7 +149,7 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     fleet = seen.fleet
     resolved = resolve(fleet.spec, seen.around, chosen=fleet.status.gpu_product)
     wanted = resolved if isinstance(resolved, Refusal) else _wanted(seen, resolved)
-    healed = heal(fleet, seen.pods, seen.health, seen.now, seen.busy)
+    healed = heal(fleet, seen.own, seen.health, seen.now, seen.busy)
     known = None if isinstance(resolved, Refusal) else resolved
     checked = check_pods(fleet, known, seen.staying, seen.answers, seen.now)
     parts = _Parts(seen, known, healed, checked)
@@ -191,7 +200,7 @@ def _with_partition(seen: FleetSnapshot, body: Object) -> Object:
         seen.stateful_set,
         partition_in(found),
         seen.fleet.spec.replicas,
-        [(ordinal_of(pod.name), pod) for pod in seen.pods],
+        [(ordinal_of(pod.name), pod) for pod in seen.own],
         revision_label=REVISION_LABEL,
         leaving=seen.evicted_names,
     )
@@ -228,7 +237,7 @@ def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) ->
         port=fleet.spec.port,
         old=old.update,
         now=seen.now,
-        pods=seen.pods,
+        pods=seen.own,
         newest=newest,
         # Until the good template is back, what comes anew would have the failed one.
         settled=settled and not (failed is not None and old.update.good_revision and newest == failed.revision),
@@ -265,24 +274,6 @@ def _wanted(seen: FleetSnapshot, resolved: Resolved) -> _Wanted | Refusal:
         return stranger
     now = [body for body in wanted if not (ahead.holds and _is_workload(body))]
     return _Wanted(objects=[*now, *([ahead.job] if ahead.job is not None else [])], download=ahead.record)
-
-
-def foreign(fleet: PoCFleet, found: Mapping[str, Any]) -> Refusal | None:
-    """Return why an object that has the name of one of the fleet's is not to be touched; None if it is the fleet's.
-
-    One without an owner is adopted if it has the fleet's label: it was left behind with ``--cascade=orphan``.
-    """
-    metadata = found["metadata"]
-    kind, name = found.get("kind", "object"), metadata["name"]
-    owners = [owner for owner in metadata.get("ownerReferences") or [] if owner.get("controller")]
-    if any(owner["uid"] != fleet.metadata.uid for owner in owners):
-        owner = owners[0]
-        why = f"belongs to {owner['kind']} {owner['name']} (uid {owner['uid']}): delete that, or wait until it is gone"
-    elif (metadata.get("labels") or {}).get(FLEET_LABEL) != fleet.metadata.name and not owners:
-        why = "exists and belongs to no fleet: delete it, or give the fleet another name"
-    else:
-        return None
-    return Refusal(Reason.OBJECT_CONFLICT, f'{kind} "{name}" {why}')
 
 
 def _differs(seen: FleetSnapshot, wanted: Object) -> bool:
@@ -370,6 +361,7 @@ class _Parts:
         entries: Sequence[FleetPod],
     ) -> Verdict:
         findings = [*self.healed.findings, *faulty_gpus(entries), *_unmonitored(self.seen)]
+        findings += strangers(self.seen.fleet, self.seen.pods)
         if refusal is not None:
             return Verdict.of_refusal(refusal).with_findings(findings)
         exists = self.seen.stateful_set is not None

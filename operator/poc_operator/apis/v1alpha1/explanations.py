@@ -84,9 +84,10 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _FLEET,
     ),
     Reason.OBJECT_CONFLICT: Explanation(
-        "Stalled=True",
-        "An object that the fleet needs exists and does not belong to it.",
-        "Delete that object, or give the fleet another name.",
+        "Stalled=True, Degraded=True, Event",
+        "An object that the fleet needs exists and does not belong to it. Or pods of others have the fleet's label: it "
+        "leaves them alone.",
+        "Delete that object, or give the fleet another name. Take the label `poc.gonka.ai/fleet` from pods of others.",
         _FLEET,
     ),
     Reason.OBJECT_REFUSED: Explanation(

@@ -3,7 +3,6 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -542,14 +541,6 @@ def test_a_strategy_that_begins_to_act_begins_with_the_canary() -> None:
     assert not never.evict
     step = look(fleet_of(after(never), update={"maxUnavailable": 3}), FOUR)
     assert (step.status.update.phase, evicted(step), reasons(step)) == ("Canary", ["demo-3"], ["UpdateStarted"])
-
-
-def test_pods_of_somebody_else_are_not_the_fleets_to_evict() -> None:
-    stranger = replace(a_pod(4), labels={FLEET_LABEL: "demo"})
-    step = look(fleet_of(update={"canary": False}), [*FOUR[:3], a_pod(3, NEW), stranger])
-    assert evicted(step) == ["demo-2"]
-    complete = look(fleet_of(in_phase("Rolling")), [*(a_pod(n, NEW) for n in range(4)), stranger])
-    assert (complete.status.update.phase, list(complete.evict)) == ("Complete", [])
 
 
 def test_going_back_to_what_was_good_needs_no_canary() -> None:
