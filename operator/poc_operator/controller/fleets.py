@@ -297,13 +297,15 @@ class Fleets:
         age = REST_AGE_SECONDS if settled and not loop.moves else BUSY_AGE_SECONDS
         seen = await self._observe(loop, fleet, age)
         step = plan(seen)
-        applied = bool(step.apply)
+        applied = bool(step.apply or step.delete)
         if applied and not await self._exists(fleet):
             loop.gone = True
             return BUSY_SECONDS
         before, loop.refused = loop.refused, None
         if step.needs_token:
             await self._ensure_token(loop)
+        for body in step.delete:
+            await self._delete(loop, body)
         for body in step.apply:
             await self._apply(loop, fleet, body, seen)
         if applied or loop.refused != before:
@@ -400,6 +402,17 @@ class Fleets:
             loop.settled.pop(key, None)
         else:
             loop.settled[key] = str(applied["metadata"]["resourceVersion"])
+
+    async def _delete(self, loop: _Loop, body: Body) -> None:
+        """Delete one object. It counts as on its way out until a list tells that it is gone."""
+        key = key_of(body)
+        try:
+            await self._objects.delete(body)
+        except StoreForbidden as error:
+            loop.refused = loop.refused or _refusal(f'the deletion of {key[0]} "{key[1]}"', error)
+            return
+        loop.log.info("%s %s is deleted", *key)
+        self._children.put({**body, "metadata": {**body["metadata"], "deletionTimestamp": "now"}})
 
     async def _record(self, loop: _Loop, fleet: PoCFleet, step: FleetStep) -> None:
         """Write the status if it differs, and post an Event if something is wrong that was not."""

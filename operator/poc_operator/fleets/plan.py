@@ -18,7 +18,7 @@ from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_KIND
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, CheckPod, check_pods, finding
 from poc_operator.fleets.conditions import PodCounts, Verdict
-from poc_operator.fleets.download import DownloadSeen, download, job_name
+from poc_operator.fleets.download import DownloadSeen, download, is_abandoned, job_name
 from poc_operator.fleets.forecast import WorkOnPods
 from poc_operator.fleets.groups import HELD, partition_in, partition_of, with_partition
 from poc_operator.fleets.healing import Finding, Healed, faulty_gpus, heal
@@ -121,13 +121,16 @@ def _is_observed(found: Mapping[str, Any] | None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetStep:
-    """What to apply, in this order, and the status to record. ``needs_token`` says that the pods' Secret must exist.
+    """What to delete, what to apply, in this order, and the status to record.
+
+    ``needs_token`` says that the pods' Secret must exist. What is to be deleted is as the API server has it.
 
     ``checks`` are the pods to ask for a self-check once the status is recorded, ``evict`` those to evict, and
     ``events`` what to tell then. ``moves`` says that the next turn must not wait.
     """
 
     status: FleetStatus
+    delete: Sequence[Mapping[str, Any]] = ()
     apply: Sequence[Object] = ()
     needs_token: bool = False
     checks: Sequence[CheckPod] = ()
@@ -138,10 +141,11 @@ class FleetStep:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """The objects that there should be now, and what to record of the download of the model."""
+    """The objects that there should be now, those to delete, and what to record of the download of the model."""
 
     objects: Sequence[Object]
     download: Download | None
+    delete: Sequence[Mapping[str, Any]] = ()
 
 
 def plan(seen: FleetSnapshot) -> FleetStep:
@@ -168,6 +172,7 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     outdated = update.evict if seen.refused is None and not hung else ()
     return FleetStep(
         status=parts.status(seen.refused, wanted.download, _told(seen, asked, update)),
+        delete=wanted.delete,
         apply=apply,
         needs_token=not fleet.spec.auth.open,
         checks=checked.asks,
@@ -262,18 +267,24 @@ def _told(seen: FleetSnapshot, asked: Object | None, update: UpdateStep) -> Upda
 
 
 def _wanted(seen: FleetSnapshot, resolved: Resolved) -> _Wanted | Refusal:
-    job = seen.objects.get(("Job", job_name(seen.fleet, resolved)))
+    fleet, name = seen.fleet, job_name(seen.fleet, resolved)
+    job = seen.objects.get(("Job", name))
     try:
-        wanted = [recorded(seen.fleet, body) for body in render(seen.fleet, resolved, seen.around)]
-        ahead = download(seen.fleet, resolved, seen.around, job, seen.download)
+        wanted = [recorded(fleet, body) for body in render(fleet, resolved, seen.around)]
+        ahead = download(fleet, resolved, seen.around, job, seen.download)
     except PatchError as error:
         return Refusal(Reason.POD_TEMPLATE_INVALID, str(error))
-    strangers = (foreign(seen.fleet, seen.objects[key]) for body in wanted if (key := key_of(body)) in seen.objects)
-    stranger = next((stranger for stranger in strangers if stranger is not None), None)
-    if stranger is not None:
-        return stranger
+    there = [seen.objects[key] for body in wanted if (key := key_of(body)) in seen.objects]
+    there += [job] if job is not None and ahead.holds else []
+    conflict = next((found for body in there if (found := foreign(fleet, body)) is not None), None)
+    if conflict is not None:
+        return conflict
+    kept = name if fleet.spec.cache.download else ""
+    unwanted = [body for body in seen.objects.values() if is_abandoned(fleet, body, kept)]
+    unwanted += [job] if job is not None and ahead.outdated else []
     now = [body for body in wanted if not (ahead.holds and _is_workload(body))]
-    return _Wanted(objects=[*now, *([ahead.job] if ahead.job is not None else [])], download=ahead.record)
+    jobs = [ahead.job] if ahead.job is not None else []
+    return _Wanted(objects=[*now, *jobs], download=ahead.record, delete=unwanted)
 
 
 def _differs(seen: FleetSnapshot, wanted: Object) -> bool:

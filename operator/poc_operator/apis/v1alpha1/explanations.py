@@ -120,7 +120,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Degraded=True, Event",
         "The Job that downloads the model has failed. The message has its container's words.",
         "Check the hub id and `huggingFace.tokenSecret`, and that the PVC has room. The Job is made anew some ten "
-        "minutes after it failed, or at once when you delete it.",
+        "minutes after it failed. It is made anew at once when you change the spec, or delete the Job.",
         _FLEET,
     ),
     Reason.POD_HUNG: Explanation(
