@@ -279,10 +279,12 @@ def _ports(container: Mapping[str, Any]) -> frozenset[int]:
 
 def _waiting_for(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the most telling reason why a pod is not ready: image, crash, scheduling, else readiness."""
-    for container in status.get("containerStatuses") or []:
-        waiting = (container.get("state") or {}).get("waiting")
-        if waiting:
-            return str(waiting.get("reason", "ContainerWaiting"))
+    # While an init container cannot run, all others only wait for it.
+    containers = [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+    waits = [waiting for one in containers if (waiting := (one.get("state") or {}).get("waiting"))]
+    reasons = [str(waiting.get("reason", "ContainerWaiting")) for waiting in waits]
+    if reasons:
+        return next((one for one in reasons if one not in ("ContainerCreating", "PodInitializing")), reasons[0])
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
         return str(scheduled.get("message") or scheduled.get("reason") or "Unschedulable")
