@@ -51,7 +51,7 @@ _OF_THE_POD = (
     "volumes",
 )
 #: Fields of the pods' container that the download's container has too.
-_OF_THE_CONTAINER = ("image", "imagePullPolicy", "securityContext", "volumeMounts")
+_OF_THE_CONTAINER = ("envFrom", "image", "imagePullPolicy", "securityContext", "volumeMounts")
 #: Variables that the download must not have: it asks the hub, and nobody asks it.
 _NOT_FOR_DOWNLOADS = frozenset({"HF_HUB_OFFLINE", "VLLM_POC_TOKEN", "VLLM_POC_OPEN", "VLLM_POC_CALLBACK_ALLOW"})
 

@@ -325,7 +325,11 @@ def test_a_failure_is_told_in_the_containers_words_and_tried_again() -> None:
 
 
 def test_the_job_runs_where_pods_run_with_their_image_and_asks_the_hub() -> None:
-    patch = {"tolerations": [{"key": "gpu"}], "containers": [{"name": "vllm", "env": [{"name": "OWN", "value": "1"}]}]}
+    source = [{"secretRef": {"name": "hub"}}]
+    patch = {
+        "tolerations": [{"key": "gpu"}],
+        "containers": [{"name": "vllm", "env": [{"name": "OWN", "value": "1"}], "envFrom": source}],
+    }
     world = World(
         gpu={"product": "NVIDIA-H200", "count": 2},
         image="registry/own:1",
@@ -346,6 +350,7 @@ def test_the_job_runs_where_pods_run_with_their_image_and_asks_the_hub() -> None
     assert container["args"] == ["org/model", "--revision=v2", "--port=8000"]
     names = {one["name"] for one in container["env"]}
     assert {"HF_HOME", "HF_TOKEN", "OWN"} <= names
+    assert container["envFrom"] == source, "which may have the hub's token"
     assert not names & {"HF_HUB_OFFLINE", "VLLM_POC_TOKEN"}
     assert "resources" not in container
     world.job(DONE)
