@@ -62,7 +62,7 @@ class FleetSnapshot:
     are those to self-checks, each by the pods' uids. ``download`` is what is seen of the download that is under way.
     ``work`` are the objects that select the fleet's pods. ``busy`` and ``evicted`` are of `UpdateSeen`,
     and ``evicted_names`` are the names of the latter. ``nodes`` are Kubernetes nodes of pods that are not ready.
-    ``good_template`` is the template of the last good revision, if an update has failed and it could be read.
+    ``good_template`` is the template of the last good revision, if an update has failed; None if that is gone.
     """
 
     fleet: PoCFleet
@@ -215,23 +215,33 @@ def _with_partition(seen: FleetSnapshot, body: Object) -> Object:
 def _with_good_template(seen: FleetSnapshot, wanted: Sequence[Object]) -> Sequence[Object]:
     """Return what is to be applied: if the template has failed, the last good one stands in the workload.
 
-    While that cannot be read, the workload stays as it is.
+    While that cannot be read, the workload stays as it is, unless there is nothing to go back to.
     """
     asked, old, checks_pods = _workload(wanted), seen.fleet.status.update, seen.fleet.spec.self_check.enabled
     if asked is None or not old.good_revision or failed_as(old, digest_of(asked), checks_pods=checks_pods) is None:
+        return wanted
+    if _is_good_one_lost(seen, asked):
         return wanted
     others = [body for body in wanted if body is not asked]
     return [*others, with_template(asked, seen.good_template)] if seen.good_template is not None else others
 
 
+def _is_good_one_lost(seen: FleetSnapshot, asked: Object) -> bool:
+    """Whether no template but the failed one is left, as when somebody has deleted the workload with its revisions."""
+    found = seen.objects.get(key_of(asked))
+    return seen.good_template is None and (found is None or covers(template_of(found), template_of(asked)))
+
+
 def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) -> UpdateSeen:
-    fleet, old = seen.fleet, seen.fleet.status
+    fleet, old, update = seen.fleet, seen.fleet.status, seen.fleet.status.update
     told = (seen.stateful_set or {}).get("status") or {}
     newest = str(told.get("updateRevision") or "")
     # While the StatefulSet waits for a download, the update is that of before.
     # What strategy Never has left unnamed is no update that goes on.
-    digest = digest_of(asked) if asked is not None else old.update.digest or newest
-    failed = failed_as(old.update, digest, checks_pods=fleet.spec.self_check.enabled)
+    digest = digest_of(asked) if asked is not None else update.digest or newest
+    failed = failed_as(update, digest, checks_pods=fleet.spec.self_check.enabled)
+    if failed is not None and asked is not None and _is_good_one_lost(seen, asked):
+        update = update.model_copy(update={"good_revision": ""})
     pod = server_template_of(asked)["spec"] if asked is not None else {}
     grace = pod.get("terminationGracePeriodSeconds")
     return UpdateSeen(
@@ -240,12 +250,12 @@ def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) ->
         replicas=fleet.spec.replicas,
         by_number=fleet.spec.kubernetes_nodes > 1,
         port=fleet.spec.port,
-        old=old.update,
+        old=update,
         now=seen.now,
         pods=seen.own,
         newest=newest,
         # Until the good template is back, what comes anew would have the failed one.
-        settled=settled and not (failed is not None and old.update.good_revision and newest == failed.revision),
+        settled=settled and not (failed is not None and update.good_revision and newest == failed.revision),
         digest=digest,
         startup_limit=fleet.spec.startup_seconds,
         grace=grace if isinstance(grace, int) else fleet.spec.termination_grace_period_seconds,
