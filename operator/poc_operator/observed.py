@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -45,6 +45,20 @@ class Container:
     model: str = ""
 
 
+class Owner(NamedTuple):
+    """What keeps a pod and makes it anew: the one of its owners that is its controller."""
+
+    kind: str
+    name: str
+    uid: str
+
+    @classmethod
+    def parse(cls, meta: Mapping[str, Any]) -> Self | None:
+        """Read an object's metadata; None if nothing keeps it."""
+        found = next((one for one in meta.get("ownerReferences") or [] if one.get("controller")), None)
+        return cls(found["kind"], found["name"], found["uid"]) if found is not None else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class PodView:
     """The few facts about a pod that matter to a round."""
@@ -53,6 +67,7 @@ class PodView:
     namespace: str
     uid: str
     labels: Mapping[str, str] = field(default_factory=dict)
+    owner: Owner | None = None
     ip: str | None = None
     ready: bool = False
     gone: bool = False  # deleted, or all that ran in it has ended for good
@@ -85,6 +100,7 @@ class PodView:
             namespace=meta["namespace"],
             uid=meta["uid"],
             labels=meta.get("labels") or {},
+            owner=Owner.parse(meta),
             ip=status.get("podIP"),
             ready=ready.get("status") == "True",
             gone=status.get("phase") in ("Succeeded", "Failed") or ("deletionTimestamp" in meta and _has_ended(status)),
@@ -263,10 +279,12 @@ def _ports(container: Mapping[str, Any]) -> frozenset[int]:
 
 def _waiting_for(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the most telling reason why a pod is not ready: image, crash, scheduling, else readiness."""
-    for container in status.get("containerStatuses") or []:
-        waiting = (container.get("state") or {}).get("waiting")
-        if waiting:
-            return str(waiting.get("reason", "ContainerWaiting"))
+    # While an init container cannot run, all others only wait for it.
+    containers = [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+    waits = [waiting for one in containers if (waiting := (one.get("state") or {}).get("waiting"))]
+    reasons = [str(waiting.get("reason", "ContainerWaiting")) for waiting in waits]
+    if reasons:
+        return next((one for one in reasons if one not in ("ContainerCreating", "PodInitializing")), reasons[0])
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
         return str(scheduled.get("message") or scheduled.get("reason") or "Unschedulable")

@@ -218,6 +218,20 @@ async def test_a_model_is_downloaded_before_pods_need_it(api: ApiServer) -> None
     assert api.create("PoCFleet", "no-hub", local)[0] == 422
 
 
+@pytest.mark.usefixtures("operator")
+async def test_a_download_whose_token_is_corrected_is_made_anew(api: ApiServer) -> None:
+    spec = {**PATH, "cache": {"size": "1Gi", "download": True}}
+    assert api.create("PoCFleet", "corrected", spec)[0] == 201
+    fleet = await until(api, f"{FLEETS}/corrected", says("Downloading"))
+    path = path_of("Job", fleet["status"]["download"]["job"])
+    before = (await until(api, path, exists))["metadata"]["uid"]
+    assert api.patch("PoCFleet", "corrected", {"huggingFace": {"tokenSecret": "right"}})[0] == 200
+    anew = lambda code, body: code == HTTPStatus.OK and body["metadata"]["uid"] != before  # noqa: E731
+    body = await until(api, path, anew)
+    assert '"name": "right"' in json.dumps(body["spec"]["template"])
+    api.request("DELETE", f"{FLEETS}/corrected")
+
+
 POD_MONITORS: Body = {
     "apiVersion": "apiextensions.k8s.io/v1",
     "kind": "CustomResourceDefinition",

@@ -220,9 +220,10 @@ pocrounds, pocvalidations, poccalibrations
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, create, patch]
+# The template of a Job cannot be changed: one that downloads another model, or with an old token, is made anew.
 - apiGroups: [batch]
   resources: [jobs]
-  verbs: [get, list, create, patch]
+  verbs: [get, list, create, patch, delete]
 # Replicas that span several Kubernetes nodes, where LeaderWorkerSet is installed.
 - apiGroups: [leaderworkerset.x-k8s.io]
   resources: [leaderworkersets]

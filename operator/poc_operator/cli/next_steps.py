@@ -33,7 +33,7 @@ COMMANDS: Mapping[Reason, str] = {
     Reason.DECODE_UNSUPPORTED: _EDIT_FLEET,
     Reason.CACHE_TOO_SMALL: _EDIT_FLEET,
     Reason.POD_TEMPLATE_INVALID: _EDIT_FLEET,
-    Reason.OBJECT_CONFLICT: "kubectl -n {namespace} get statefulsets,services,pvc,jobs,networkpolicies",
+    Reason.OBJECT_CONFLICT: "kubectl -n {namespace} get statefulsets,pods,services,pvc,jobs,networkpolicies",
     Reason.OBJECT_REFUSED: _CHECK,
     Reason.PODS_FAILING: _DESCRIBE_POD,
     Reason.PODS_UNSCHEDULABLE: "kubectl -n {namespace} get events --field-selector reason=FailedScheduling",

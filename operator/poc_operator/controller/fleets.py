@@ -45,8 +45,9 @@ from poc_operator.controller.observing import PodCache
 from poc_operator.controller.self_checks import CHECKS, SelfChecks
 from poc_operator.fleets.download import DownloadSeen
 from poc_operator.fleets.merge import covers
-from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, foreign, key_of, plan
+from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
 from poc_operator.fleets.resolve import Refusal
+from poc_operator.fleets.strangers import foreign, is_stranger
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import WorkEvent
 
@@ -296,13 +297,15 @@ class Fleets:
         age = REST_AGE_SECONDS if settled and not loop.moves else BUSY_AGE_SECONDS
         seen = await self._observe(loop, fleet, age)
         step = plan(seen)
-        applied = bool(step.apply)
+        applied = bool(step.apply or step.delete)
         if applied and not await self._exists(fleet):
             loop.gone = True
             return BUSY_SECONDS
         before, loop.refused = loop.refused, None
         if step.needs_token:
             await self._ensure_token(loop)
+        for body in step.delete:
+            await self._delete(loop, body)
         for body in step.apply:
             await self._apply(loop, fleet, body, seen)
         if applied or loop.refused != before:
@@ -311,7 +314,7 @@ class Fleets:
         loop.checks.keep(step.checks, {pod.uid for pod in step.status.pods})
         loop.moves = step.moves
         if step.evict:
-            await loop.evictor.evict(fleet, step.evict, labels_of(fleet, seen.stateful_set, seen.pods))
+            await loop.evictor.evict(fleet, step.evict, labels_of(fleet, seen.stateful_set, seen.own))
             if fleet.spec.kubernetes_nodes > 1:
                 return 0.0  # before the pod is made anew, its LeaderWorkerSet must know by which template
         return REST_SECONDS if _rests(step.status) and not applied and not step.moves else BUSY_SECONDS
@@ -338,8 +341,9 @@ class Fleets:
     async def _observe(self, loop: _Loop, fleet: PoCFleet, age: float) -> FleetSnapshot:
         namespace, name, uid = fleet.metadata.namespace, fleet.metadata.name, fleet.metadata.uid
         pods = self._pods.selected(namespace, fleet_selector(name))
+        own = [pod for pod in pods if not is_stranger(name, pod)]
         if self._health is not None:
-            self._health.see(uid, pods, fleet.spec.port)
+            self._health.see(uid, own, fleet.spec.port)
         objects: Mapping[Key, Body] = {}
         with contextlib.suppress(StoreForbidden):  # what is applied is refused too, and that is told
             objects = await self._children.of(namespace, name, age)
@@ -355,12 +359,12 @@ class Fleets:
             health=self._health.found(uid) if self._health is not None else {},
             gpu_errors=self._health.gpu_errors(uid) if self._health is not None else {},
             download=await self._download(fleet),
-            work=self._work.on(fleet, labels_of(fleet, objects.get(("StatefulSet", name)), pods)),
+            work=self._work.on(fleet, labels_of(fleet, objects.get(("StatefulSet", name)), own)),
             busy=loop.evictor.busy,
             evicted=loop.evictor.evicted,
             evicted_names=loop.evictor.evicted_names,
             good_template=await self._good_template(loop, fleet),
-            nodes=await self._around.nodes(fleet, pods),
+            nodes=await self._around.nodes(fleet, own),
         )
 
     async def _download(self, fleet: PoCFleet) -> DownloadSeen:
@@ -398,6 +402,17 @@ class Fleets:
             loop.settled.pop(key, None)
         else:
             loop.settled[key] = str(applied["metadata"]["resourceVersion"])
+
+    async def _delete(self, loop: _Loop, body: Body) -> None:
+        """Delete one object. It counts as on its way out until a list tells that it is gone."""
+        key = key_of(body)
+        try:
+            await self._objects.delete(body)
+        except StoreForbidden as error:
+            loop.refused = loop.refused or _refusal(f'the deletion of {key[0]} "{key[1]}"', error)
+            return
+        loop.log.info("%s %s is deleted", *key)
+        self._children.put({**body, "metadata": {**body["metadata"], "deletionTimestamp": "now"}})
 
     async def _record(self, loop: _Loop, fleet: PoCFleet, step: FleetStep) -> None:
         """Write the status if it differs, and post an Event if something is wrong that was not."""

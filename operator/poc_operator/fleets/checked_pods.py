@@ -36,6 +36,7 @@ from poc_operator.fleets.self_check import (
     packed,
     unpacked,
 )
+from poc_operator.fleets.strangers import is_stranger, keeper_of
 from poc_operator.observed import PodView, served_model
 from poc_operator.planning.eligibility import named
 from vllm_poc.wire.messages import Protocol
@@ -344,6 +345,10 @@ def with_bars(fleet: PoCFleet | None, pods: Iterable[PodView]) -> list[PodView]:
 
 
 def _with_bar(fleet: PoCFleet, pod: PodView, entry: FleetPod | None) -> PodView:
+    if pod.owner is not None and is_stranger(fleet.metadata.name, pod):
+        return replace(
+            pod, barred=f"self-check: it belongs to {keeper_of(pod)}, and the fleet checks its own pods alone"
+        )
     if entry is None or entry.server != pod.server(pod.serving_port(fleet.spec.port)):
         return replace(pod, barred="self-check: it has yet to be asked")
     if entry.result == CheckResult.PASSED:

@@ -105,10 +105,7 @@ class Verdict:
             told = (Reason.DOWNLOAD_FAILED, f"the download of {ahead.model} has failed: {ahead.message}")
         elif failing:
             reason, why = _why_failing(failing, DOWNLOAD_PORT)
-            told = (
-                reason,
-                f"{ahead.model} is not downloaded: {why}; after a change of the spec delete Job {ahead.job}",
-            )
+            told = (reason, f"{ahead.model} is not downloaded: {why}")
         else:
             told = (Reason.DOWNLOADING, waits_for(ahead, pods))
         return replace(

@@ -4,9 +4,14 @@
 One Job for each model, revision and PVC does it, with the pods' own image, variables and volumes, and where the pods
 may run. Until it has succeeded the StatefulSet stays as it is, or does not exist yet. That it has is recorded: the Job
 itself is deleted by Kubernetes after a while, and one that failed is then made anew.
+
+The template of a Job never changes. So one that has not succeeded is deleted when the spec asks for another template,
+and made anew when it is gone. What it has downloaded stays in the PVC, and the next one goes on from there. A Job that
+nothing asks for any more, as that of an earlier model, is deleted too.
 """
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +19,10 @@ from typing import Any
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_upkeep import Download, DownloadState
 from poc_operator.apis.v1alpha1.meta import DOWNLOAD_LABEL
-from poc_operator.fleets.merge import PatchError
-from poc_operator.fleets.render import CONTAINER, Object, claim_of, object_of, pod_template
+from poc_operator.fleets.merge import PatchError, covers
+from poc_operator.fleets.render import CONTAINER, HASH, Object, claim_of, object_of, pod_template
 from poc_operator.fleets.resolve import Resolved, Surroundings
+from poc_operator.fleets.strangers import foreign
 from poc_operator.observed import PodView
 
 #: Port of the download's container that tells how far it is.
@@ -24,6 +30,8 @@ PORT = 8000
 #: So long Kubernetes keeps a Job that has ended, and tries again.
 _TTL_SECONDS = 600
 _TRIES = 3
+#: Conditions of a Job that does nothing any more.
+_ENDS = frozenset({"Complete", "Failed"})
 _GRACE_SECONDS = 5
 #: Fields of the pods' spec that the download's pod has too.
 _OF_THE_POD = (
@@ -43,7 +51,7 @@ _OF_THE_POD = (
     "volumes",
 )
 #: Fields of the pods' container that the download's container has too.
-_OF_THE_CONTAINER = ("image", "imagePullPolicy", "securityContext", "volumeMounts")
+_OF_THE_CONTAINER = ("envFrom", "image", "imagePullPolicy", "securityContext", "volumeMounts")
 #: Variables that the download must not have: it asks the hub, and nobody asks it.
 _NOT_FOR_DOWNLOADS = frozenset({"HF_HUB_OFFLINE", "VLLM_POC_TOKEN", "VLLM_POC_OPEN", "VLLM_POC_CALLBACK_ALLOW"})
 
@@ -58,10 +66,14 @@ class DownloadSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class DownloadStep:
-    """The Job to make, if one is missing, and what to record. ``holds`` says that the StatefulSet must wait."""
+    """The Job to make, if one is missing, and what to record. ``holds`` says that the StatefulSet must wait.
+
+    ``outdated`` says that the Job that there is has another template, and is to be deleted.
+    """
 
     job: Object | None = None
     record: Download | None = None
+    outdated: bool = False
 
     @property
     def holds(self) -> bool:
@@ -98,17 +110,48 @@ def download(
     name, old = job_name(fleet, resolved), fleet.status.download
     if old is not None and old.job == name and old.state is DownloadState.DOWNLOADED:
         return DownloadStep(record=old)
-    record = Download(job=name, model=resolved.model)
+    record, wanted = Download(job=name, model=resolved.model), _job(fleet, resolved, around)
     if job is None:
         # What an earlier Job said is told until the next one runs.
         failed = old is not None and old.job == name and old.state is DownloadState.FAILED
-        return DownloadStep(job=_job(fleet, resolved, around), record=old if failed else record)
+        return DownloadStep(job=wanted, record=old if failed else record)
+    if "Complete" not in _ended(job) and not _is_like(job, wanted):
+        return DownloadStep(record=record, outdated=not _is_going(job))
     return DownloadStep(record=record.model_copy(update=_state(job, seen)))
 
 
-def _state(job: Mapping[str, Any], seen: DownloadSeen) -> dict[str, Any]:
+def is_abandoned(fleet: PoCFleet, body: Mapping[str, Any], wanted: str) -> bool:
+    """Whether an object is a Job that downloads what the fleet asked for before; ``wanted`` is the name of another.
+
+    One that has ended takes nothing from anybody, and Kubernetes deletes it.
+    """
+    name = str(body["metadata"]["name"])
+    if body["kind"] != "Job" or name == wanted or _ended(body) or _is_going(body) or foreign(fleet, body):
+        return False
+    labels = body["spec"]["template"]["metadata"].get("labels") or {}
+    return bool(labels.get(DOWNLOAD_LABEL) == name)  # another Job of the user's has not
+
+
+def _is_going(job: Mapping[str, Any]) -> bool:
+    return "deletionTimestamp" in job["metadata"]
+
+
+def _is_like(job: Mapping[str, Any], wanted: Object) -> bool:
+    """Whether a Job has the template that is wanted. Of one without a digest only what it has can be compared."""
+    digest = (job["metadata"].get("annotations") or {}).get(HASH)
+    if digest is None:
+        return covers(job["spec"]["template"], wanted["spec"]["template"])
+    return bool(digest == wanted["metadata"]["annotations"][HASH])
+
+
+def _ended(job: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the conditions by which a Job has ended."""
     conditions = (job.get("status") or {}).get("conditions") or []
-    ended = {one["type"]: one for one in conditions if one.get("status") == "True"}
+    return {one["type"]: one for one in conditions if one["type"] in _ENDS and one.get("status") == "True"}
+
+
+def _state(job: Mapping[str, Any], seen: DownloadSeen) -> dict[str, Any]:
+    ended = _ended(job)
     if "Complete" in ended:
         return {"state": DownloadState.DOWNLOADED, "percent": 100}
     words = next((end for pod in seen.pods if (end := pod.container(PORT).last_end) and pod.gone), "")
@@ -150,4 +193,7 @@ def _job(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Object:
     }
     template = {"metadata": {"labels": {DOWNLOAD_LABEL: name}}, "spec": pod}
     body = {"backoffLimit": _TRIES, "ttlSecondsAfterFinished": _TTL_SECONDS, "template": template}
-    return object_of("batch/v1", "Job", name, fleet, body)
+    job = object_of("batch/v1", "Job", name, fleet, body)
+    # How often it is tried, and how long it is kept, are no reason to begin anew.
+    digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:16]
+    return {**job, "metadata": {**job["metadata"], "annotations": {HASH: digest}}}

@@ -7,6 +7,7 @@ Which pods of an old revision leave, and when, is in `poc_operator.fleets.update
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from poc_operator.apis.v1alpha1.conditions import merge_conditions
@@ -17,7 +18,7 @@ from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_KIND
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, CheckPod, check_pods, finding
 from poc_operator.fleets.conditions import PodCounts, Verdict
-from poc_operator.fleets.download import DownloadSeen, download, job_name
+from poc_operator.fleets.download import DownloadSeen, download, is_abandoned, job_name
 from poc_operator.fleets.forecast import WorkOnPods
 from poc_operator.fleets.groups import HELD, partition_in, partition_of, with_partition
 from poc_operator.fleets.healing import Finding, Healed, faulty_gpus, heal
@@ -28,6 +29,7 @@ from poc_operator.fleets.render import Object, render, signed
 from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve
 from poc_operator.fleets.rollback import differences, digest_of, server_template_of, template_of, with_template
 from poc_operator.fleets.stages import GpuErrors, Nodes, ordinal_of, with_stages
+from poc_operator.fleets.strangers import foreign, is_own, strangers
 from poc_operator.fleets.update import (
     Eviction,
     Spares,
@@ -52,15 +54,15 @@ def key_of(body: Mapping[str, Any]) -> Key:
 class FleetSnapshot:
     """What one plan of a fleet sees.
 
-    ``objects`` are those with the fleet's label. ``settled`` has the versions of objects that were applied and do not
-    look like what was wanted, since the API server writes some values in another way. ``refused`` is what became of
-    the last objects that could not be applied.
+    ``objects`` and ``pods`` are those with the fleet's label. ``settled`` has the versions of objects that were applied
+    and do not look like what was wanted, since the API server writes some values in another way. ``refused`` is what
+    became of the last objects that could not be applied.
 
     ``health`` is what was seen of the pods' engines, ``gpu_errors`` what their GPUs tell of errors, and ``answers``
     are those to self-checks, each by the pods' uids. ``download`` is what is seen of the download that is under way.
     ``work`` are the objects that select the fleet's pods. ``busy`` and ``evicted`` are of `UpdateSeen`,
     and ``evicted_names`` are the names of the latter. ``nodes`` are Kubernetes nodes of pods that are not ready.
-    ``good_template`` is the template of the last good revision, if an update has failed and it could be read.
+    ``good_template`` is the template of the last good revision, if an update has failed; None if that is gone.
     """
 
     fleet: PoCFleet
@@ -81,10 +83,17 @@ class FleetSnapshot:
     good_template: Mapping[str, Any] | None = None
     nodes: Nodes = field(default_factory=dict)
 
+    @cached_property
+    def own(self) -> Sequence[PodView]:
+        """The pods that are the fleet's own. All others with its label are left alone."""
+        if self.stateful_set is None and self.refused is not None and self.refused.reason is Reason.OBJECT_CONFLICT:
+            return []  # another StatefulSet may have the fleet's name, and not its label
+        return [pod for pod in self.pods if is_own(self.fleet, pod, self.stateful_set, self.groups)]
+
     @property
     def staying(self) -> Sequence[PodView]:
-        """The pods that exist and are not on their way out."""
-        return [pod for pod in self.pods if pod.stays]
+        """The fleet's pods that are not on their way out."""
+        return [pod for pod in self.own if pod.stays]
 
     @property
     def stateful_set(self) -> Mapping[str, Any] | None:
@@ -112,13 +121,16 @@ def _is_observed(found: Mapping[str, Any] | None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetStep:
-    """What to apply, in this order, and the status to record. ``needs_token`` says that the pods' Secret must exist.
+    """What to delete, what to apply, in this order, and the status to record.
+
+    ``needs_token`` says that the pods' Secret must exist. What is to be deleted is as the API server has it.
 
     ``checks`` are the pods to ask for a self-check once the status is recorded, ``evict`` those to evict, and
     ``events`` what to tell then. ``moves`` says that the next turn must not wait.
     """
 
     status: FleetStatus
+    delete: Sequence[Mapping[str, Any]] = ()
     apply: Sequence[Object] = ()
     needs_token: bool = False
     checks: Sequence[CheckPod] = ()
@@ -129,10 +141,11 @@ class FleetStep:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """The objects that there should be now, and what to record of the download of the model."""
+    """The objects that there should be now, those to delete, and what to record of the download of the model."""
 
     objects: Sequence[Object]
     download: Download | None
+    delete: Sequence[Mapping[str, Any]] = ()
 
 
 def plan(seen: FleetSnapshot) -> FleetStep:
@@ -140,7 +153,7 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     fleet = seen.fleet
     resolved = resolve(fleet.spec, seen.around, chosen=fleet.status.gpu_product)
     wanted = resolved if isinstance(resolved, Refusal) else _wanted(seen, resolved)
-    healed = heal(fleet, seen.pods, seen.health, seen.now, seen.busy)
+    healed = heal(fleet, seen.own, seen.health, seen.now, seen.busy)
     known = None if isinstance(resolved, Refusal) else resolved
     checked = check_pods(fleet, known, seen.staying, seen.answers, seen.now)
     parts = _Parts(seen, known, healed, checked)
@@ -159,6 +172,7 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     outdated = update.evict if seen.refused is None and not hung else ()
     return FleetStep(
         status=parts.status(seen.refused, wanted.download, _told(seen, asked, update)),
+        delete=wanted.delete,
         apply=apply,
         needs_token=not fleet.spec.auth.open,
         checks=checked.asks,
@@ -191,7 +205,7 @@ def _with_partition(seen: FleetSnapshot, body: Object) -> Object:
         seen.stateful_set,
         partition_in(found),
         seen.fleet.spec.replicas,
-        [(ordinal_of(pod.name), pod) for pod in seen.pods],
+        [(ordinal_of(pod.name), pod) for pod in seen.own],
         revision_label=REVISION_LABEL,
         leaving=seen.evicted_names,
     )
@@ -201,23 +215,33 @@ def _with_partition(seen: FleetSnapshot, body: Object) -> Object:
 def _with_good_template(seen: FleetSnapshot, wanted: Sequence[Object]) -> Sequence[Object]:
     """Return what is to be applied: if the template has failed, the last good one stands in the workload.
 
-    While that cannot be read, the workload stays as it is.
+    While that cannot be read, the workload stays as it is, unless there is nothing to go back to.
     """
     asked, old, checks_pods = _workload(wanted), seen.fleet.status.update, seen.fleet.spec.self_check.enabled
     if asked is None or not old.good_revision or failed_as(old, digest_of(asked), checks_pods=checks_pods) is None:
+        return wanted
+    if _is_good_one_lost(seen, asked):
         return wanted
     others = [body for body in wanted if body is not asked]
     return [*others, with_template(asked, seen.good_template)] if seen.good_template is not None else others
 
 
+def _is_good_one_lost(seen: FleetSnapshot, asked: Object) -> bool:
+    """Whether no template but the failed one is left, as when somebody has deleted the workload with its revisions."""
+    found = seen.objects.get(key_of(asked))
+    return seen.good_template is None and (found is None or covers(template_of(found), template_of(asked)))
+
+
 def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) -> UpdateSeen:
-    fleet, old = seen.fleet, seen.fleet.status
+    fleet, old, update = seen.fleet, seen.fleet.status, seen.fleet.status.update
     told = (seen.stateful_set or {}).get("status") or {}
     newest = str(told.get("updateRevision") or "")
     # While the StatefulSet waits for a download, the update is that of before.
     # What strategy Never has left unnamed is no update that goes on.
-    digest = digest_of(asked) if asked is not None else old.update.digest or newest
-    failed = failed_as(old.update, digest, checks_pods=fleet.spec.self_check.enabled)
+    digest = digest_of(asked) if asked is not None else update.digest or newest
+    failed = failed_as(update, digest, checks_pods=fleet.spec.self_check.enabled)
+    if failed is not None and asked is not None and _is_good_one_lost(seen, asked):
+        update = update.model_copy(update={"good_revision": ""})
     pod = server_template_of(asked)["spec"] if asked is not None else {}
     grace = pod.get("terminationGracePeriodSeconds")
     return UpdateSeen(
@@ -226,12 +250,12 @@ def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) ->
         replicas=fleet.spec.replicas,
         by_number=fleet.spec.kubernetes_nodes > 1,
         port=fleet.spec.port,
-        old=old.update,
+        old=update,
         now=seen.now,
-        pods=seen.pods,
+        pods=seen.own,
         newest=newest,
         # Until the good template is back, what comes anew would have the failed one.
-        settled=settled and not (failed is not None and old.update.good_revision and newest == failed.revision),
+        settled=settled and not (failed is not None and update.good_revision and newest == failed.revision),
         digest=digest,
         startup_limit=fleet.spec.startup_seconds,
         grace=grace if isinstance(grace, int) else fleet.spec.termination_grace_period_seconds,
@@ -253,36 +277,24 @@ def _told(seen: FleetSnapshot, asked: Object | None, update: UpdateStep) -> Upda
 
 
 def _wanted(seen: FleetSnapshot, resolved: Resolved) -> _Wanted | Refusal:
-    job = seen.objects.get(("Job", job_name(seen.fleet, resolved)))
+    fleet, name = seen.fleet, job_name(seen.fleet, resolved)
+    job = seen.objects.get(("Job", name))
     try:
-        wanted = [recorded(seen.fleet, body) for body in render(seen.fleet, resolved, seen.around)]
-        ahead = download(seen.fleet, resolved, seen.around, job, seen.download)
+        wanted = [recorded(fleet, body) for body in render(fleet, resolved, seen.around)]
+        ahead = download(fleet, resolved, seen.around, job, seen.download)
     except PatchError as error:
         return Refusal(Reason.POD_TEMPLATE_INVALID, str(error))
-    strangers = (foreign(seen.fleet, seen.objects[key]) for body in wanted if (key := key_of(body)) in seen.objects)
-    stranger = next((stranger for stranger in strangers if stranger is not None), None)
-    if stranger is not None:
-        return stranger
+    there = [seen.objects[key] for body in wanted if (key := key_of(body)) in seen.objects]
+    there += [job] if job is not None and ahead.holds else []
+    conflict = next((found for body in there if (found := foreign(fleet, body)) is not None), None)
+    if conflict is not None:
+        return conflict
+    kept = name if fleet.spec.cache.download else ""
+    unwanted = [body for body in seen.objects.values() if is_abandoned(fleet, body, kept)]
+    unwanted += [job] if job is not None and ahead.outdated else []
     now = [body for body in wanted if not (ahead.holds and _is_workload(body))]
-    return _Wanted(objects=[*now, *([ahead.job] if ahead.job is not None else [])], download=ahead.record)
-
-
-def foreign(fleet: PoCFleet, found: Mapping[str, Any]) -> Refusal | None:
-    """Return why an object that has the name of one of the fleet's is not to be touched; None if it is the fleet's.
-
-    One without an owner is adopted if it has the fleet's label: it was left behind with ``--cascade=orphan``.
-    """
-    metadata = found["metadata"]
-    kind, name = found.get("kind", "object"), metadata["name"]
-    owners = [owner for owner in metadata.get("ownerReferences") or [] if owner.get("controller")]
-    if any(owner["uid"] != fleet.metadata.uid for owner in owners):
-        owner = owners[0]
-        why = f"belongs to {owner['kind']} {owner['name']} (uid {owner['uid']}): delete that, or wait until it is gone"
-    elif (metadata.get("labels") or {}).get(FLEET_LABEL) != fleet.metadata.name and not owners:
-        why = "exists and belongs to no fleet: delete it, or give the fleet another name"
-    else:
-        return None
-    return Refusal(Reason.OBJECT_CONFLICT, f'{kind} "{name}" {why}')
+    jobs = [ahead.job] if ahead.job is not None else []
+    return _Wanted(objects=[*now, *jobs], download=ahead.record, delete=unwanted)
 
 
 def _differs(seen: FleetSnapshot, wanted: Object) -> bool:
@@ -370,6 +382,7 @@ class _Parts:
         entries: Sequence[FleetPod],
     ) -> Verdict:
         findings = [*self.healed.findings, *faulty_gpus(entries), *_unmonitored(self.seen)]
+        findings += strangers(self.seen.fleet, self.seen.pods)
         if refusal is not None:
             return Verdict.of_refusal(refusal).with_findings(findings)
         exists = self.seen.stateful_set is not None

@@ -121,7 +121,7 @@ def failed_as(old: UpdateStatus, digest: str, *, checks_pods: bool) -> FailedUpd
 
 def plan_update(seen: UpdateSeen) -> UpdateStep:
     """Return the update's next step."""
-    # A pod without a revision has the fleet's label and is somebody else's.
+    # A pod without a revision was made by hand, and its StatefulSet has adopted it.
     pods = [pod for pod in seen.pods if pod.stays and pod.revision and pod.uid not in seen.evicted]
     updated = [pod for pod in pods if pod.revision == seen.newest]
     limit = seen.startup_limit

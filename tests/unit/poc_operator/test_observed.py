@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from poc_operator.observed import Container, KubernetesNode, PodView
+from poc_operator.observed import Container, KubernetesNode, Owner, PodView
 
 
 def body(restarts: int = 0, **status: Any) -> dict[str, Any]:  # noqa: ANN401 - the API server's JSON
@@ -128,3 +128,12 @@ def test_a_pod_is_gone_when_nothing_runs_in_it_for_good(
     pod = PodView.parse(body() | {"metadata": metadata, "status": status})
     gone = deleted if ended is None else ended
     assert (pod.gone, pod.terminating, pod.stays) == (gone, deleted, not (gone or deleted))
+
+
+def test_what_keeps_a_pod_is_the_owner_that_is_its_controller() -> None:
+    told = body()
+    assert PodView.parse(told).owner is None
+    told["metadata"]["ownerReferences"] = [{"kind": "Node", "name": "n", "uid": "1"}]
+    assert PodView.parse(told).owner is None
+    told["metadata"]["ownerReferences"] += [{"kind": "StatefulSet", "name": "s", "uid": "2", "controller": True}]
+    assert PodView.parse(told).owner == Owner(kind="StatefulSet", name="s", uid="2")

@@ -84,9 +84,10 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _FLEET,
     ),
     Reason.OBJECT_CONFLICT: Explanation(
-        "Stalled=True",
-        "An object that the fleet needs exists and does not belong to it.",
-        "Delete that object, or give the fleet another name.",
+        "Stalled=True, Degraded=True, Event",
+        "An object that the fleet needs exists and does not belong to it. Or pods of others have the fleet's label: it "
+        "leaves them alone.",
+        "Delete that object, or give the fleet another name. Take the label `poc.gonka.ai/fleet` from pods of others.",
         _FLEET,
     ),
     Reason.OBJECT_REFUSED: Explanation(
@@ -119,7 +120,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Degraded=True, Event",
         "The Job that downloads the model has failed. The message has its container's words.",
         "Check the hub id and `huggingFace.tokenSecret`, and that the PVC has room. The Job is made anew some ten "
-        "minutes after it failed, or at once when you delete it.",
+        "minutes after it failed. It is made anew at once when you change the spec, or delete the Job.",
         _FLEET,
     ),
     Reason.POD_HUNG: Explanation(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objects of fleets in the API server: listed by their label, and applied; and what fleets are resolved by.
+"""The objects of fleets in the API server: listed by their label, applied and deleted; and what fleets are resolved by.
 
 Server-side apply sets what the operator cares about, and takes back what others have made of it. What others have set
 beside it stays. The objects are plain JSON: there are too many fields for models of them.
@@ -10,6 +10,7 @@ import json
 import secrets
 from base64 import b64encode
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
@@ -143,6 +144,20 @@ class FleetObjects:
             return _typed(kind, await self._request("PATCH", path, body=body, content=_APPLY, query=query))
         except LookupError as error:
             raise StoreUnavailable(f'namespace "{metadata["namespace"]}" does not exist any more') from error
+
+    async def delete(self, body: Object) -> None:
+        """Delete an object that was read, and afterwards what it owns. Another one of its name stays."""
+        kind, metadata = body["kind"], body["metadata"]
+        path = _path(kind, metadata["namespace"], metadata["name"])
+        options = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "preconditions": {"uid": metadata["uid"]},
+            # Jobs of batch/v1 would leave their pods behind.
+            "propagationPolicy": "Background",
+        }
+        with suppress(LookupError, StaleObject):
+            await self._request("DELETE", path, body=options, content="application/json")
 
     async def template(self, namespace: str, revision: str) -> Object | None:
         """Return the pods' template of a StatefulSet's revision; None if there is no such revision any more.

@@ -52,6 +52,7 @@ class Cluster:
         self.statuses: dict[str, Body] = {}
         self.internal: dict[str, str] = {}
         self.applied: list[tuple[str, str]] = []
+        self.going: list[tuple[str, str]] = []
         self.faults: dict[str, Exception] = {}
         self.bodies: list[Body] = []
         self.versions = 1
@@ -82,6 +83,11 @@ class Cluster:
         self.objects[kind, name] = stored
         self.applied.append((kind, name))
         return stored
+
+    async def delete(self, body: Body) -> None:
+        kind, name = key_of(body)
+        self._meet(f"delete {kind}")
+        self.going.append((kind, name))
 
     async def ensure_token(self, namespace: str, name: str) -> None:
         self._meet("token")
@@ -246,6 +252,45 @@ async def test_what_is_as_it_should_be_is_not_applied_again(cluster: Cluster, ke
     await until(lambda: cluster.reason("demo"))
     await asyncio.sleep(0.5)
     assert len(cluster.applied) == 5
+
+
+AHEAD = {"cache": {"existingClaim": "weights", "download": True}}
+
+
+def changed(**spec: Any) -> Body:  # noqa: ANN401
+    """The fleet with another image."""
+    body = body_of("demo", **{**AHEAD, "image": "b", **spec})
+    body["metadata"] |= {"generation": 2, "resourceVersion": "99"}
+    return body
+
+
+async def test_a_download_with_another_template_is_deleted_and_made_anew(cluster: Cluster, kept: Fleets) -> None:
+    kept.changed(body_of("demo", **AHEAD))
+    await until(lambda: cluster.reason("demo") == "Downloading")
+    (job,) = (key for key in cluster.objects if key[0] == "Job")
+    cluster.faults["delete Job"] = StoreForbidden("HTTP 403")
+    kept.changed(changed())
+    await until(lambda: cluster.reason("demo") == "ObjectRefused")
+    says = f'the deletion of Job "{job[1]}" is refused: HTTP 403; install the chart with fleets.enabled=true'
+    assert cluster.statuses["demo"]["message"] == says
+    cluster.faults.clear()
+    await until(lambda: job in cluster.going)
+    # While it is listed, another of its name cannot be made.
+    await asyncio.sleep(0.1)
+    assert cluster.applied.count(job) == 1
+    del cluster.objects[job]
+    await until(lambda: job in cluster.objects)
+    assert cluster.objects[job]["spec"]["template"]["spec"]["containers"][0]["image"] == "b"
+    await until(lambda: cluster.reason("demo") == "Downloading")
+
+
+async def test_the_download_of_a_fleet_that_is_gone_is_left_alone(cluster: Cluster, kept: Fleets) -> None:
+    kept.changed(body_of("demo", **AHEAD))
+    await until(lambda: cluster.reason("demo") == "Downloading")
+    cluster.deleted.add("demo")
+    kept.changed(changed())
+    await until(lambda: kept.find("ns", "demo") is None)
+    assert not cluster.going
 
 
 async def test_a_deleted_fleet_is_let_go(cluster: Cluster, kept: Fleets) -> None:

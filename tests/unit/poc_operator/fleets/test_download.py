@@ -24,7 +24,7 @@ FAILED: dict[str, Any] = {
 
 
 class World:
-    """A fleet over several turns: what is applied is there, and the status is that of the last turn."""
+    """A fleet over several turns: what is applied is there, what is deleted is gone, the status is the last turn's."""
 
     def __init__(self, **spec: Any) -> None:  # noqa: ANN401
         self.spec: dict[str, Any] = {"cache": CACHE, **spec}
@@ -40,6 +40,8 @@ class World:
         step = plan(
             FleetSnapshot(fleet=self.fleet, around=AROUND, now=NOW, objects=self.objects, pods=self.pods, **seen)
         )
+        for body in step.delete:
+            del self.objects[key_of(body)]
         for body in step.apply:
             old = self.objects.get(key_of(body), {})
             told = {"updateRevision": "r1", "observedGeneration": 1} if body["kind"] == "StatefulSet" else {}
@@ -107,9 +109,7 @@ def test_a_download_whose_pod_does_not_come_up_needs_somebody(pod: dict[str, Any
         reason,
         {"Ready": "False", "Progressing": "True", "Degraded": "True", "Stalled": "False"},
     )
-    assert step.status.message == (
-        f"org/model is not downloaded: {why}; after a change of the spec delete Job {world.jobs()[0]}"
-    )
+    assert step.status.message == f"org/model is not downloaded: {why}"
     # An earlier pod of the Job, which has ended, keeps nobody.
     ended = PodView(name="d", namespace="ns", uid="d", gone=True, **pod)
     assert status_of(world.turn(download=DownloadSeen(pods=[ended])))[0] == Reason.DOWNLOADING
@@ -163,12 +163,143 @@ def test_what_never_has_left_begins_with_a_canary_also_while_a_model_is_download
 def test_a_job_is_for_one_model_revision_and_pvc(change: dict[str, Any]) -> None:
     world = World()
     world.turn()
-    world.spec |= {"image": "other", "replicas": 3}
-    world.turn()
-    assert len(world.jobs()) == 1
+    (before,) = world.jobs()
     world.spec |= change
+    step = world.turn()
+    (after,) = world.jobs()
+    assert after != before
+    assert [key_of(body) for body in step.delete] == [("Job", before)], "it would fill the PVC with what nobody wants"
+
+
+def a_patch(**spec: Any) -> dict[str, Any]:  # noqa: ANN401
+    return {"podTemplate": {"spec": spec}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"image": "registry/worker:2"},
+        {"huggingFace": {"tokenSecret": "another"}},
+        {"env": [{"name": "HF_ENDPOINT", "value": "https://mirror"}]},
+        {"imagePullSecrets": [{"name": "registry"}]},
+        {"gpu": {"product": "NVIDIA-H200", "count": 1}},
+        a_patch(tolerations=[{"key": "gpu"}]),
+    ],
+)
+@pytest.mark.parametrize("state", [RUNNING, FAILED], ids=["running", "failed"])
+def test_a_job_with_another_template_is_made_anew(state: dict[str, Any], change: dict[str, Any]) -> None:
+    world = World()
     world.turn()
-    assert len(world.jobs()) == 2
+    (name,) = world.jobs()
+    world.job(state)
+    world.turn()
+    before = world.objects["Job", name]["spec"]
+    world.spec |= change
+    step = world.turn(download=DownloadSeen(percent=None))
+    assert [key_of(body) for body in step.delete] == [("Job", name)]
+    assert (world.jobs(), step.status.reason) == ([], Reason.DOWNLOADING), "nor is what it said told any more"
+    world.turn()
+    assert world.jobs() == [name]
+    assert world.objects["Job", name]["spec"] != before
+    world.job(RUNNING)
+    assert not world.turn().delete
+    # What leaves the template changes it too.
+    for field in change:
+        del world.spec[field]
+    assert world.turn().delete
+    world.turn()
+    assert world.objects["Job", name]["spec"] == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"replicas": 3, "startupSeconds": 99, "selfCheck": {}, "port": 9000},
+        {"engineArgs": ["--max-model-len=8"], "servedName": "chat"},
+        {"huggingFace": {"offline": True}, "callbackAllow": ["*"], "resources": {"requests": {"cpu": "2"}}},
+        a_patch(topologySpreadConstraints=[], containers=[{"name": "vllm", "readinessProbe": {"periodSeconds": 9}}]),
+    ],
+)
+def test_what_does_not_concern_a_download_leaves_it_alone(change: dict[str, Any]) -> None:
+    world = World()
+    world.turn()
+    world.job(RUNNING)
+    world.spec |= change
+    step = world.turn(download=DownloadSeen(percent=43))
+    assert (list(step.delete), step.status.message) == ([], "org/model is downloaded: 43 %")
+
+
+def test_another_operator_that_wants_the_same_leaves_a_job_alone() -> None:
+    world = World()
+    world.turn()
+    world.job(RUNNING)
+    job = world.objects["Job", world.jobs()[0]]
+    job["spec"] |= {"backoffLimit": 1, "ttlSecondsAfterFinished": 5}
+    job["spec"]["template"]["spec"] |= {"schedulerName": "default-scheduler"}
+    assert not world.turn().delete
+    # An operator of before left no digest.
+    del job["metadata"]["annotations"]
+    assert not world.turn().delete
+    job["spec"]["template"]["spec"]["containers"][0]["image"] = "registry/worker:0"
+    assert world.turn().delete
+
+
+def test_a_job_that_is_on_its_way_out_is_waited_for() -> None:
+    world = World()
+    world.turn()
+    world.job(RUNNING)
+    world.objects["Job", world.jobs()[0]]["metadata"]["deletionTimestamp"] = "now"
+    world.spec["image"] = "registry/worker:2"
+    step = world.turn()
+    assert ([body for body in step.apply if body["kind"] == "Job"], list(step.delete)) == ([], [])
+    assert step.status.reason == Reason.DOWNLOADING
+
+
+def test_what_is_downloaded_is_not_downloaded_again_with_another_image() -> None:
+    world = World()
+    world.turn()
+    world.job(DONE)
+    world.spec["image"] = "registry/worker:2"
+    for _ in range(2):
+        assert not world.turn().delete
+    assert (len(world.jobs()), world.served()) == (1, "org/model")
+
+
+@pytest.mark.parametrize(
+    ("change", "gone"),
+    [
+        ({}, True),
+        ({"status": DONE["status"]}, False),
+        ({"status": FAILED["status"]}, False),
+        ({"spec": {"template": {"metadata": {"labels": {"own": "yes"}}}}}, False),
+        ({"metadata": {"deletionTimestamp": "now"}}, False),
+        ({"metadata": {"ownerReferences": [{"kind": "CronJob", "name": "c", "uid": "c", "controller": True}]}}, False),
+    ],
+    ids=["it runs", "it is done", "it has failed", "one of the user's", "on its way out", "of somebody else"],
+)
+@pytest.mark.parametrize("spec", [{"model": {"path": "org/next"}}, {"cache": {"existingClaim": "weights"}}])
+def test_a_download_that_nothing_asks_for_is_ended(spec: dict[str, Any], change: dict[str, Any], gone: bool) -> None:
+    world = World()
+    world.turn()
+    (name,) = world.jobs()
+    world.job(RUNNING)
+    body = world.objects["Job", name]
+    for field, value in change.items():
+        body[field] = {**body[field], **value}
+    world.spec |= spec
+    assert [key_of(one) for one in world.turn().delete] == ([("Job", name)] if gone else [])
+
+
+def test_a_job_of_somebody_else_is_left_alone_and_told_of() -> None:
+    world = World()
+    world.turn()
+    (name,) = world.jobs()
+    owner = {"kind": "PoCFleet", "name": "demo", "uid": "earlier", "controller": True}
+    world.objects["Job", name]["metadata"]["ownerReferences"] = [owner]
+    world.spec["image"] = "registry/worker:2"
+    step = world.turn()
+    assert (step.status.reason, list(step.delete)) == (Reason.OBJECT_CONFLICT, [])
+    assert f'Job "{name}" belongs to PoCFleet demo' in step.status.message
 
 
 def test_a_failure_is_told_in_the_containers_words_and_tried_again() -> None:
@@ -194,7 +325,11 @@ def test_a_failure_is_told_in_the_containers_words_and_tried_again() -> None:
 
 
 def test_the_job_runs_where_pods_run_with_their_image_and_asks_the_hub() -> None:
-    patch = {"tolerations": [{"key": "gpu"}], "containers": [{"name": "vllm", "env": [{"name": "OWN", "value": "1"}]}]}
+    source = [{"secretRef": {"name": "hub"}}]
+    patch = {
+        "tolerations": [{"key": "gpu"}],
+        "containers": [{"name": "vllm", "env": [{"name": "OWN", "value": "1"}], "envFrom": source}],
+    }
     world = World(
         gpu={"product": "NVIDIA-H200", "count": 2},
         image="registry/own:1",
@@ -215,6 +350,7 @@ def test_the_job_runs_where_pods_run_with_their_image_and_asks_the_hub() -> None
     assert container["args"] == ["org/model", "--revision=v2", "--port=8000"]
     names = {one["name"] for one in container["env"]}
     assert {"HF_HOME", "HF_TOKEN", "OWN"} <= names
+    assert container["envFrom"] == source, "which may have the hub's token"
     assert not names & {"HF_HUB_OFFLINE", "VLLM_POC_TOKEN"}
     assert "resources" not in container
     world.job(DONE)

@@ -139,10 +139,12 @@ def seen_by_kubernetes(fleet: PoCFleet, partition: int = HELD) -> dict[Key, Any]
     found = objects_of(fleet)
     found[SET] = signed(with_partition(found[SET], partition))
     for body in found.values():
-        body["metadata"] |= {"resourceVersion": "1", "generation": 1}
+        body["metadata"] |= {"resourceVersion": "1", "generation": 1, "uid": f"{body['kind']}-uid"}
     found[SET]["status"] = {"observedGeneration": 1}
     status = {"observedGeneration": 1, "updateRevision": NEW, "currentRevision": OLD}
-    leaders = {"kind": "StatefulSet", "metadata": {"name": "demo", "generation": 1, "resourceVersion": "1"}}
+    owner = {"kind": GROUPS_KIND, "name": "demo", "uid": f"{GROUPS_KIND}-uid", "controller": True}
+    metadata = {"name": "demo", "generation": 1, "resourceVersion": "1", "uid": "leaders", "ownerReferences": [owner]}
+    leaders = {"kind": "StatefulSet", "metadata": metadata}
     template = {"metadata": {"labels": {FLEET_LABEL: "demo"}}}
     return {**found, ("StatefulSet", "demo"): {**leaders, "spec": {"template": template}, "status": status}}
 

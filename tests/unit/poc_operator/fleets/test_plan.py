@@ -16,9 +16,10 @@ from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CheckAnswer
-from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, foreign, key_of, plan
+from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
 from poc_operator.fleets.render import Object
 from poc_operator.fleets.resolve import Refusal
+from poc_operator.fleets.strangers import foreign
 from poc_operator.observed import PodView
 from tests.support.builders.specs import specs
 from tests.support.checks.admission import admitted

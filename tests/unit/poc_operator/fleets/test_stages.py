@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages of pods, read from bodies as a kubelet writes them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ def body_of(
     state: dict[str, Any] | None = None,
     last: dict[str, Any] | None = None,
     started: bool = False,
+    inits: Sequence[dict[str, Any]] = (),
     **conditions: str,
 ) -> PodView:
     container = {"name": "vllm", "restartCount": 0, "started": started, "state": state or {}, "lastState": last or {}}
@@ -29,11 +31,14 @@ def body_of(
         why = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
         found.append({"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": why})
     spec = {"containers": [{"name": "vllm", "ports": [{"containerPort": 8000}]}], "nodeName": node}
-    status = {"phase": "Pending", "conditions": found, "containerStatuses": [container] if node else []}
+    status: dict[str, Any] = {"phase": "Pending", "conditions": found, "containerStatuses": [container] if node else []}
+    status["initContainerStatuses"] = [{"name": f"init-{number}", "state": one} for number, one in enumerate(inits)]
     return PodView.parse({"metadata": {"name": name, "namespace": "ns", "uid": name}, "spec": spec, "status": status})
 
 
 CREATING = {"waiting": {"reason": "ContainerCreating"}}
+INITIALIZING = {"waiting": {"reason": "PodInitializing"}}
+DONE = {"terminated": {"reason": "Completed", "exitCode": 0}}
 RUNNING = {"running": {"startedAt": STARTED}}
 CRASHES = {"waiting": {"reason": "CrashLoopBackOff"}}
 KILLED = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
@@ -52,6 +57,21 @@ STAGES: dict[str, tuple[PodView, Stage, str]] = {
         body_of(state={"waiting": {"reason": "ImagePullBackOff"}}, PodReadyToStartContainers="True"),
         Stage.FAILING,
         "demo-0 (ImagePullBackOff)",
+    ),
+    "an init container runs": (
+        body_of(state=INITIALIZING, inits=[DONE, RUNNING, INITIALIZING]),
+        Stage.CREATING,
+        "demo-0 (Creating)",
+    ),
+    "an init container without image": (
+        body_of(state=INITIALIZING, inits=[DONE, {"waiting": {"reason": "ErrImagePull"}}, INITIALIZING]),
+        Stage.FAILING,
+        "demo-0 (ErrImagePull)",
+    ),
+    "an init container that crashes": (
+        body_of(state=INITIALIZING, inits=[{"waiting": {"reason": "CrashLoopBackOff"}}]),
+        Stage.FAILING,
+        "demo-0 (CrashLoopBackOff)",
     ),
     "loads": (body_of(state=RUNNING), Stage.LOADING, "demo-0 (Loading)"),
     "loads again": (

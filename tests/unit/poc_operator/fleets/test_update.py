@@ -3,7 +3,6 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -386,9 +385,6 @@ def test_the_last_good_template_comes_back_and_the_bad_pod_goes() -> None:
     asked = template_of(engineArgs=["--new"])
     pods = [*FOUR[:3], BAD]
     current = objects_of(fleet_of(engineArgs=["--new"]))
-    # While the good template cannot be read, nothing is touched.
-    blind = plan(_snapshot(fleet, objects=current, pods=pods))
-    assert (list(blind.apply), list(blind.evict)) == ([], [])
     first = plan(_snapshot(fleet, objects=current, pods=pods, good_template={"$patch": "replace", **good}))
     assert [key_of(body) for body in first.apply] == [SET]
     assert first.apply[0]["spec"]["template"] == good
@@ -404,7 +400,28 @@ def test_the_last_good_template_comes_back_and_the_bad_pod_goes() -> None:
         done = plan(_snapshot(fleet, objects=objects, pods=FOUR, good_template=good))
         assert (list(done.apply), list(done.evict), done.status.reason) == ([], [], "UpdateFailed")
         assert f"back at revision {OLD}" in done.status.message
+        # What stands there stays when the revision is gone later.
+        blind = plan(_snapshot(fleet, objects=objects, pods=FOUR))
+        assert (list(blind.apply), list(blind.evict), blind.status.update.good_revision) == ([], [], OLD)
     assert asked != good
+
+
+def test_a_good_revision_that_is_gone_keeps_no_fleet_from_its_pods() -> None:
+    """Somebody has deleted the StatefulSet of a fleet that went back, and its revisions with it."""
+    fleet = failed_fleet(engineArgs=["--new"])
+    current = objects_of(fleet_of(engineArgs=["--new"]))
+    step = plan(_snapshot(fleet, objects={key: body for key, body in current.items() if key != SET}))
+    assert [key_of(body) for body in step.apply] == [SET]
+    assert step.apply[0]["spec"]["template"] == template_of(engineArgs=["--new"])
+    bad = plan(_snapshot(fleet_of(after(step), engineArgs=["--new"]), objects=current, pods=[*FOUR[:3], BAD]))
+    assert (list(bad.apply), list(bad.evict), bad.status.update.good_revision) == ([], [], "")
+    assert "there is no earlier revision that was good: correct the spec" in bad.status.message
+    # Once it works, as after a Secret was made, it has not failed.
+    new = [a_pod(n, NEW) for n in range(4)]
+    for _ in range(3):
+        done = plan(_snapshot(fleet_of(after(bad), engineArgs=["--new"]), objects=current, pods=new))
+        bad = done
+    assert (done.status.update.phase, done.status.update.good_revision) == ("Complete", NEW)
 
 
 def test_a_pod_that_cannot_work_goes_back_also_while_the_update_is_paused() -> None:
@@ -542,14 +559,6 @@ def test_a_strategy_that_begins_to_act_begins_with_the_canary() -> None:
     assert not never.evict
     step = look(fleet_of(after(never), update={"maxUnavailable": 3}), FOUR)
     assert (step.status.update.phase, evicted(step), reasons(step)) == ("Canary", ["demo-3"], ["UpdateStarted"])
-
-
-def test_pods_of_somebody_else_are_not_the_fleets_to_evict() -> None:
-    stranger = replace(a_pod(4), labels={FLEET_LABEL: "demo"})
-    step = look(fleet_of(update={"canary": False}), [*FOUR[:3], a_pod(3, NEW), stranger])
-    assert evicted(step) == ["demo-2"]
-    complete = look(fleet_of(in_phase("Rolling")), [*(a_pod(n, NEW) for n in range(4)), stranger])
-    assert (complete.status.update.phase, list(complete.evict)) == ("Complete", [])
 
 
 def test_going_back_to_what_was_good_needs_no_canary() -> None:
