@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
@@ -83,8 +84,13 @@ class DownloadStep:
 
 def revision_of(args: Sequence[str]) -> str | None:
     """Return the revision that flags of vLLM name, the last one as vLLM reads them; None for the default branch."""
-    found = [argument.partition("=")[2] for argument in args if argument.startswith("--revision=")]
+    found = [value for argument, after in zip_longest(args, args[1:]) if (value := _revision_in(argument, after))]
     return found[-1] if found else None
+
+
+def _revision_in(argument: str, following: str | None) -> str | None:
+    name, equals, value = argument.partition("=")
+    return (value if equals else following) if name == "--revision" else None
 
 
 def job_name(fleet: PoCFleet, resolved: Resolved) -> str:

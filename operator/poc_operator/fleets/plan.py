@@ -5,7 +5,7 @@ Which pods of an old revision leave, and when, is in `poc_operator.fleets.update
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -18,11 +18,12 @@ from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_KIND
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, CheckPod, check_pods, finding
 from poc_operator.fleets.conditions import PodCounts, Verdict
-from poc_operator.fleets.download import DownloadSeen, download, is_abandoned, job_name
+from poc_operator.fleets.download import DownloadSeen, DownloadStep, download, is_abandoned, job_name
 from poc_operator.fleets.forecast import WorkOnPods
 from poc_operator.fleets.groups import HELD, partition_in, partition_of, with_partition
 from poc_operator.fleets.healing import Finding, Healed, faulty_gpus, heal
 from poc_operator.fleets.history import recorded
+from poc_operator.fleets.hold import held, what_waits_for
 from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.progress import Watched
 from poc_operator.fleets.render import Object, render, signed
@@ -141,10 +142,14 @@ class FleetStep:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """The objects that there should be now, those to delete, and what to record of the download of the model."""
+    """The objects that there should be now, those to delete, and what to record of the download of the model.
+
+    ``waits`` says what another template of the workload waits for; empty if there is none that waits.
+    """
 
     objects: Sequence[Object]
     download: Download | None
+    waits: str = ""
     delete: Sequence[Mapping[str, Any]] = ()
 
 
@@ -165,13 +170,15 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     if isinstance(wanted, Refusal):
         status = parts.status(wanted, fleet.status.download, fleet.status.update)
         return FleetStep(status=status, checks=checked.asks, evict=hung)
-    asked = _workload(wanted.objects)
+    asked = _workload(wanted.objects) if not wanted.waits else None
     apply = [body for body in _held(seen, _with_good_template(seen, wanted.objects)) if _differs(seen, body)]
     update = plan_update(_update_seen(seen, asked, settled=seen.is_observed and _workload(apply) is None))
+    if wanted.waits:
+        update = replace(update, status=held(update.status, wanted.waits, fleet.spec.replicas), events=())
     # One after the other: a hung pod is away as well.
     outdated = update.evict if seen.refused is None and not hung else ()
     return FleetStep(
-        status=parts.status(seen.refused, wanted.download, _told(seen, asked, update)),
+        status=parts.status(seen.refused, wanted.download, _told(seen, asked, update), waits=bool(wanted.waits)),
         delete=wanted.delete,
         apply=apply,
         needs_token=not fleet.spec.auth.open,
@@ -292,9 +299,24 @@ def _wanted(seen: FleetSnapshot, resolved: Resolved) -> _Wanted | Refusal:
     kept = name if fleet.spec.cache.download else ""
     unwanted = [body for body in seen.objects.values() if is_abandoned(fleet, body, kept)]
     unwanted += [job] if job is not None and ahead.outdated else []
-    now = [body for body in wanted if not (ahead.holds and _is_workload(body))]
+    waits = _waits(seen, wanted, ahead)
+    now = [_as_it_is(seen, body) if waits and _is_workload(body) else body for body in wanted]
+    now = [body for body in now if not (ahead.holds and _is_workload(body))]
     jobs = [ahead.job] if ahead.job is not None else []
-    return _Wanted(objects=[*now, *jobs], download=ahead.record, delete=unwanted)
+    return _Wanted(objects=[*now, *jobs], download=ahead.record, waits=waits, delete=unwanted)
+
+
+def _waits(seen: FleetSnapshot, wanted: Sequence[Object], ahead: DownloadStep) -> str:
+    asked = _workload(wanted)
+    if asked is None:
+        return ""
+    update = _update_seen(seen, asked, settled=seen.is_observed)
+    return what_waits_for(asked, seen.objects.get(key_of(asked)), update, downloads=ahead.holds)
+
+
+def _as_it_is(seen: FleetSnapshot, body: Object) -> Object:
+    """Return a workload with the template that it has."""
+    return with_template(body, template_of(seen.objects[key_of(body)]))
 
 
 def _differs(seen: FleetSnapshot, wanted: Object) -> bool:
@@ -330,13 +352,18 @@ class _Parts:
     healed: Healed
     checked: CheckedPods
 
-    def status(self, refusal: Refusal | None, ahead: Download | None, update: UpdateStatus) -> FleetStatus:
-        """Return the status to record; ``refusal`` says why the fleet cannot be as its spec wants it."""
+    def status(
+        self, refusal: Refusal | None, ahead: Download | None, update: UpdateStatus, *, waits: bool = False
+    ) -> FleetStatus:
+        """Return the status to record; ``refusal`` says why the fleet cannot be as its spec wants it.
+
+        ``waits`` says that the StatefulSet does not have the template yet that the spec asks for.
+        """
         seen, resolved, fleet, old = self.seen, self.resolved, self.seen.fleet, self.seen.fleet.status
         told = (seen.stateful_set or {}).get("status") or {}
         newest = str(told.get("updateRevision") or old.update_revision)
         pods = seen.staying
-        outdated = [pod for pod in pods if newest and pod.revision not in ("", newest)]
+        outdated = [pod for pod in pods if waits or (newest and pod.revision not in ("", newest))]
         counts = PodCounts(
             replicas=fleet.spec.replicas,
             port=fleet.spec.port,

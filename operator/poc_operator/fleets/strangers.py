@@ -83,8 +83,8 @@ def strangers(fleet: PoCFleet, pods: Iterable[PodView]) -> list[tuple[Reason, st
     if not found:
         return []
     text = (
-        f"pods of others have the label {FLEET_LABEL}={fleet.metadata.name}: {named(found, keeper_of)}; the fleet leaves "
-        "them alone: take the label from them"
+        f"pods of others have the label {FLEET_LABEL}={fleet.metadata.name}: {named(found, keeper_of)}; the fleet "
+        "leaves them alone: take the label from them"
     )
     return [(Reason.OBJECT_CONFLICT, text)]
 

@@ -389,4 +389,6 @@ def test_without_download_there_is_no_job() -> None:
 
 def test_the_last_revision_wins() -> None:
     assert revision_of(["--revision=a", "--max-model-len=8", "--revision=b"]) == "b"
+    assert revision_of(["--revision", "a", "--revision", "b", "--enforce-eager"]) == "b"
     assert revision_of(["--tokenizer-revision=a"]) is None
+    assert revision_of(["--revision"]) is None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
@@ -369,9 +370,68 @@ def test_a_bad_template_gets_one_pod(how: str, limit: int, ends: bool) -> None:
     assert most == 1
     assert {world.value_of(pod.revision) for pod in world.pods.values()} == {"v0"}
     assert world.status["update"]["phase"] == "Failed"
-    assert world.phases == {"Complete", "Canary", "Failed"}
+    assert world.phases == {"Complete", "Rolling", "Canary", "Failed"}  # "Rolling" until the template is there
     # It is not tried again, and another template is.
     world.value = "v2"
     world.end_rounds()
     assert any(world.rests(world.turn()) for _ in range(CALM))
     assert {world.value_of(pod.revision) for pod in world.pods.values()} == {"v2"}
+
+
+@given(lost=st.integers(0, REPLICAS - 1), when=st.integers(0, 20), canary=st.booleans(), holds=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_a_pod_that_is_lost_in_a_round_comes_back_as_the_round_began(
+    lost: int, when: int, canary: bool, holds: bool
+) -> None:
+    world = prepared({"strategy": "BetweenRounds", "maxUnavailable": 1, "canary": canary}, {})
+    world.begin_round([pod.uid for pod in world.pods.values()] if holds else [])
+    world.turn()
+    world.value = "v1"
+    for turn in range(22):
+        if turn == when:
+            world.end(lost)
+        world.turn()
+        assert {world.value_of(pod.revision) for pod in world.pods.values()} == {"v0"}
+        assert world.status["update"]["phase"] == "Rolling"
+        assert "0 of 4 pods are updated; waiting for the end of PoCRound r0" in world.status["update"]["message"]
+        assert world.status["updatedReplicas"] == 0
+    world.end_rounds()
+    for _ in range(CALM):
+        world.turn()
+    assert {world.value_of(pod.revision) for pod in world.pods.values()} == {"v1"}
+    assert world.status["update"]["phase"] == "Complete"
+
+
+@pytest.mark.parametrize("strategy", ["Immediate", "Never"])
+def test_other_strategies_give_a_new_pod_the_new_template_at_once(strategy: str) -> None:
+    world = prepared({"strategy": strategy, "maxUnavailable": 1, "canary": False}, {})
+    world.begin_round([])
+    world.value = "v1"
+    world.turn()
+    world.end(2)
+    world.turn()
+    assert world.value_of(world.pods[2].revision) == "v1"
+
+
+def test_a_template_that_may_mend_pods_waits_for_no_round() -> None:
+    world = prepared({"strategy": "BetweenRounds", "maxUnavailable": 1, "canary": True}, {})
+    world.pods[1].broken = True
+    world.begin_round([])
+    for _ in range(8):
+        world.turn()
+    world.value = "v1"
+    for _ in range(12):
+        world.turn()
+    assert world.value_of(world.pods[1].revision) == "v1"
+
+
+def test_no_template_is_complete_before_kubernetes_has_seen_it() -> None:
+    world = prepared({"strategy": "BetweenRounds", "maxUnavailable": 1, "canary": True}, {})
+    world.value = "v1"
+    for _ in range(200):
+        step = world.turn()
+        newest = {world.value_of(pod.revision) for pod in world.pods.values()} == {"v1"}
+        assert (step.status.update.phase is UpdatePhase.COMPLETE) <= newest
+        if newest and step.status.update.phase is UpdatePhase.COMPLETE:
+            return
+    raise AssertionError("the update must end")
