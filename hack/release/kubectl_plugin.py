@@ -68,7 +68,8 @@ def _write_program(path: Path, sources: Path, platform: Platform) -> None:
     argv += ["--requirement", LOCK, "--intransitive", "--wheel", "--no-build", "--sources-directory", sources]
     argv += ["--entry-point", "poc_operator.cli.program:main", "--python-shebang", "/usr/bin/env python3"]
     for python in PYTHONS:
-        argv += ["--platform", f"{platform.wheels}-cp-{python}-cp{python}"]
+        # Locks compare full versions; any of the series will do.
+        argv += ["--platform", f"{platform.wheels}-cp-{python[0]}.{python[1:]}.0-cp{python}"]
     run([*argv, "--no-use-system-time", "--no-compile"], limit=LIMIT)
 
 
