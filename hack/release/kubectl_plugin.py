@@ -92,7 +92,10 @@ def krew_manifest(out: Path, release: str, downloads: str) -> dict[str, Any]:
                 "Shows what fleets of vLLM pods and Proof-of-Compute rounds do, says why,\n"
                 "and names the next command.\n"
             ),
-            "caveats": "The plugin needs Python 3.11, 3.12, 3.13 or 3.14 as python3 on the PATH.\n",
+            "caveats": (
+                "The plugin needs Python 3.11, 3.12, 3.13 or 3.14 as python3 on the PATH.\n"
+                "So that kubectl completes it, name a folder on the PATH: kubectl poc completion ~/.local/bin\n"
+            ),
             "platforms": [
                 {
                     "selector": {"matchLabels": {"os": platform.system, "arch": platform.architecture}},
