@@ -12,8 +12,7 @@ lock() {
 lock pyproject.toml --extra operator --output-file locks/operator.txt
 lock pyproject.toml --extra gateway --output-file locks/gateway.txt
 lock pyproject.toml --extra cli --output-file locks/cli.txt
-lock pyproject.toml --extra cli --extra plots --output-file locks/plots.txt
-lock pyproject.toml --extra cli --extra plots --extra operator --extra gateway --extra dev --extra docs --override locks/overrides.txt \
+lock pyproject.toml --extra cli --extra operator --extra gateway --extra dev --extra docs --override locks/overrides.txt \
     --output-file locks/dev.txt
 python3 -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' |
     lock - --output-file locks/build.txt

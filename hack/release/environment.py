@@ -16,7 +16,7 @@ from hack.uv import uv_environment, uv_path
 
 LOCK = ROOT / "locks" / "release.txt"
 LIMIT = 300.0
-AUDITED = ("operator", "gateway", "cli", "plots")
+AUDITED = ("operator", "gateway", "cli")
 #: What pip-audit says where it has no data, which is no finding.
 UNREACHABLE = ("may be blocking this service", "ConnectionError", "ServiceError")
 WORKFLOWS = ROOT / ".github" / "workflows"

@@ -68,7 +68,8 @@ def _write_program(path: Path, sources: Path, platform: Platform) -> None:
     argv += ["--requirement", LOCK, "--intransitive", "--wheel", "--no-build", "--sources-directory", sources]
     argv += ["--entry-point", "poc_operator.cli.program:main", "--python-shebang", "/usr/bin/env python3"]
     for python in PYTHONS:
-        argv += ["--platform", f"{platform.wheels}-cp-{python}-cp{python}"]
+        # Locks compare full versions; any of the series will do.
+        argv += ["--platform", f"{platform.wheels}-cp-{python[0]}.{python[1:]}.0-cp{python}"]
     run([*argv, "--no-use-system-time", "--no-compile"], limit=LIMIT)
 
 
@@ -91,7 +92,10 @@ def krew_manifest(out: Path, release: str, downloads: str) -> dict[str, Any]:
                 "Shows what fleets of vLLM pods and Proof-of-Compute rounds do, says why,\n"
                 "and names the next command.\n"
             ),
-            "caveats": "The plugin needs Python 3.11, 3.12, 3.13 or 3.14 as python3 on the PATH.\n",
+            "caveats": (
+                "The plugin needs Python 3.11, 3.12, 3.13 or 3.14 as python3 on the PATH.\n"
+                "So that kubectl completes it, name a folder on the PATH: kubectl poc completion ~/.local/bin\n"
+            ),
             "platforms": [
                 {
                     "selector": {"matchLabels": {"os": platform.system, "arch": platform.architecture}},

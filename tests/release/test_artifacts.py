@@ -17,6 +17,8 @@ from hack.images.site import ROOT
 from hack.release.kubectl_plugin import PLATFORMS, PYTHONS
 from hack.release.python_packages import version
 from hack.toolchain.tools import KREW, ensure_tools, tool_path
+from tests.support.fakes.api_paths import api_paths
+from tests.unit.poc_operator.cli import seen
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
@@ -79,6 +81,13 @@ def test_krew_installs_the_plugin(release: Path, tmp_path: Path) -> None:
     )
     assert listed.returncode == 0, listed.stderr
     assert "minimax-m2.7" in {preset["name"] for preset in json.loads(listed.stdout)}
+    with api_paths() as api:
+        api.answers |= seen.a_gateway() | seen.stored_results()
+        drawn = tmp_path / "plots.png"
+        argv = [plugin, "round", "results", "round-1", "--png", drawn, "--kubeconfig", api.kubeconfig(tmp_path / "k")]
+        shown = subprocess.run(argv, env=bare, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_plugin_has_compiled_libraries_for_each_release_of_python(release: Path) -> None:

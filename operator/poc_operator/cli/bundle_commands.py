@@ -22,7 +22,7 @@ from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.cli import VERSION, output
 from poc_operator.cli.check_commands import checks
-from poc_operator.cli.cluster import Cluster, Object, UserError, collection, connect, core, parsed
+from poc_operator.cli.cluster import UNREACHABLE, Cluster, Object, UserError, collection, connect, core, parsed
 from poc_operator.cli.explanation import account, sentences
 from poc_operator.cli.gateway_proxy import SELECTOR as GATEWAY_SELECTOR
 from poc_operator.cli.looking import OPERATOR_SELECTOR, evidence, look, now
@@ -60,6 +60,7 @@ def bundle(
 ) -> None:
     """Write an archive with objects, Events, logs and checks of a namespace, without secrets."""
     cluster = connect(context, namespace, kubeconfig)
+    _reach(cluster)
     target = file or Path(f"poc-bundle-{now():%Y%m%dT%H%M%SZ}.tar.gz")
     seen = Surroundings(cluster)
     redactor = seen.redactor()
@@ -73,6 +74,15 @@ def bundle(
     sys.stdout.write(
         f"{target}: {len(files)} files; {len(left_out)} things could not be read, see left-out.txt in it\n"
     )
+
+
+def _reach(cluster: Cluster) -> None:
+    """UserError if the API server does not answer at all: an archive of nothing would help nobody."""
+    try:
+        cluster.get("/version")
+    except UserError as error:
+        if error.code == UNREACHABLE:
+            raise
 
 
 class Surroundings:

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API server, with the user's kubeconfig: objects as JSON, and what stands behind its proxy."""
+"""The API server, with the user's kubeconfig: objects as JSON, and what stands behind its proxy.
+
+Of the kubeconfig the library checks little, and it goes on without a user who cannot log in.
+"""
 
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import urllib3
+import yaml
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
@@ -27,6 +33,11 @@ EXPORT_SECONDS = 120.0
 #: Objects of one page of a list.
 _PAGE = 500
 _NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+#: What the library raises for a file that it cannot use: its own exception, and whatever its code runs into.
+_UNUSABLE = (ConfigException, yaml.YAMLError, OSError, ValueError, LookupError, TypeError, AttributeError)
+_OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 #: Exit codes, beside 0 and 2, which is for a wrong command line.
 FAILED, UNREACHABLE, NOT_FOUND, FORBIDDEN = 1, 3, 4, 5
@@ -54,12 +65,21 @@ class Forbidden(UserError):  # noqa: N818
         super().__init__(message, FORBIDDEN)
 
 
+class KindMissing(NotFound):
+    """The cluster does not know the kind."""
+
+
 class Refused(UserError):  # noqa: N818
     """The API server, or what stands behind its proxy, answered with an error; ``status`` is that of HTTP."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+def without_number(message: str) -> str:
+    """Return an error of the operating system or of TLS without its numbers, which only a programmer reads."""
+    return re.sub(r"\[(Errno -?\d+|SSL[^\]]*)\] | \(_ssl\.c:\d+\)", "", message)
 
 
 class Cluster:
@@ -78,7 +98,7 @@ class Cluster:
         seconds: float = REQUEST_SECONDS,
     ) -> Any:  # noqa: ANN401 - JSON
         """Return the JSON at a path of the API server, which has so many seconds to answer."""
-        return json.loads(self._request("GET", path, query=query, headers=headers, seconds=seconds).data)
+        return _json(self._request("GET", path, query=query, headers=headers, seconds=seconds).data)
 
     def text(self, path: str, query: Mapping[str, str] = _NOTHING) -> bytes:
         """Return what stands at a path of the API server."""
@@ -98,7 +118,7 @@ class Cluster:
         """Create (POST), change (PATCH) or replace (PUT) an object, and return it as it is then."""
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         answer = self._request(method, path, query=query, headers={"Content-Type": kind}, body=body)
-        return json.loads(answer.data)
+        return _json(answer.data)
 
     def items(self, path: str, selector: str = "", fields: str = "") -> list[Object]:
         """Return all objects of a list."""
@@ -124,6 +144,8 @@ class Cluster:
         where = namespace or self.namespace
         try:
             found: Object = self.get(f"{collection(kind, where)}/{name}")
+        except KindMissing:
+            raise
         except NotFound as error:
             raise NotFound(
                 f'there is no {kind.KIND.kind} "{name}" in the namespace "{where}": '
@@ -155,27 +177,63 @@ class Cluster:
                 return answer
             text = answer.data
         except (ApiException, urllib3.exceptions.HTTPError, OSError) as error:
-            raise UserError(f"{unreachable(error)}: check the context and the network", UNREACHABLE) from error
+            raise unreachable(error, self._api.configuration.host) from error
         raise _refusal(method, path, answer.status, text)
 
 
-def unreachable(error: Exception) -> str:
+def unreachable(error: Exception, server: str) -> UserError:
     """Return why the API server did not answer, without what only a programmer reads."""
     cause: BaseException = error
     while isinstance(cause, urllib3.exceptions.MaxRetryError) and cause.reason is not None:
         cause = cause.reason
-    return f"the API server does not answer ({str(cause).rpartition(': ')[2] or type(cause).__name__})"
+    kind, _, said = str(cause.reason).partition("\n") if isinstance(cause, ApiException) else ("", "", str(cause))
+    if kind == "SSLError":  # the library makes its own exception of it, with no status and both in one text
+        what = f"there is no secure connection to the API server ({server}: {without_number(said)})"
+        return UserError(f"{what}: check the server and its certificate-authority in the kubeconfig", UNREACHABLE)
+    why = without_number(said.rpartition(": ")[2]) or type(cause).__name__
+    return UserError(
+        f"the API server does not answer ({server}: {why}): check the context and the network", UNREACHABLE
+    )
+
+
+def _json(data: bytes) -> Any:  # noqa: ANN401 - JSON
+    try:
+        return json.loads(data)
+    except ValueError as error:  # as of a proxy where somebody has to log in
+        what = f"the answer is no JSON ({_message(data)[:100]})"
+        raise UserError(f"{what}: check that the context's server is an API server", UNREACHABLE) from error
 
 
 def _refusal(method: str, path: str, status: int, text: bytes) -> UserError:
     message = _message(text) or f"HTTP {status}"
-    if status == HTTPStatus.UNAUTHORIZED and "/proxy/" not in path:
-        return UserError(f"the API server does not know you ({message}): log in again", FORBIDDEN)
     if status == HTTPStatus.FORBIDDEN:
         return Forbidden(f"you lack a right ({message}): ask for it, or use another context")
     if status == HTTPStatus.NOT_FOUND:
-        return NotFound(f"not found: {message}")
-    return Refused(f"{method} was refused: {message}", status)
+        return _missing(method, path, text, message)
+    if "/proxy/" in path:
+        return Refused(f"{method} was refused: {message}", status)
+    if status == HTTPStatus.UNAUTHORIZED:
+        return UserError(f"the API server does not know you ({message}): log in again", FORBIDDEN)
+    return Refused(_refused(method, status, message), status)
+
+
+def _refused(method: str, status: int, message: str) -> str:
+    if status == HTTPStatus.CONFLICT and method == "POST":
+        return f"{message}: use another name, or delete that one first"
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.TOO_MANY_REQUESTS:
+        return f"the API server cannot answer ({message}): try again in a while"
+    return f"the API server refused it ({message}): correct what it names"
+
+
+def _missing(method: str, path: str, text: bytes, message: str) -> NotFound:
+    ours = f"/apis/{API_VERSION}/"
+    # Of objects it answers with JSON. It has no such path if it does not know the kind.
+    if path.startswith(ours) and not text.lstrip().startswith(b"{"):
+        plural = path.removeprefix(ours).split("/")[2 if path.startswith(f"{ours}namespaces/") else 0]
+        return KindMissing(f"the cluster has no {plural}: install the operator's chart, or use another context")
+    if method == "POST":  # what is missing is where the object should be
+        return NotFound(f"{message}: create it, or use another --namespace")
+    return NotFound(f"not found ({message}): check the name, the namespace and the context")
 
 
 def _message(text: bytes) -> str:
@@ -212,28 +270,84 @@ def parsed(kind: type[ResourceT], body: Object) -> ResourceT:
 
 
 def connect(context: str | None, namespace: str | None, kubeconfig: Path | None) -> Cluster:
-    """Connect as kubectl would: the option, ``KUBECONFIG``, ``~/.kube/config``, else a pod's service account."""
+    """Connect as kubectl would: the option, ``KUBECONFIG``, ``~/.kube/config``, else a pod's service account.
+
+    UserError if the file cannot be used, or its user cannot log in.
+    """
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     if kubeconfig is not None and not kubeconfig.is_file():
         raise UserError(f'--kubeconfig: there is no file "{kubeconfig}": name one, or leave the option out')
     file = str(kubeconfig) if kubeconfig is not None else os.environ.get("KUBECONFIG") or "~/.kube/config"
     try:
-        api = config.new_client_from_config(config_file=file, context=context, persist_config=False)  # type: ignore[no-untyped-call]
-        contexts, active = config.list_kube_config_contexts(config_file=file)  # type: ignore[no-untyped-call]
-    except ConfigException as error:
-        if context is None and kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+        with _no_failed_login():
+            api, own = _read(file, context)
+    except _UNUSABLE as error:
+        asked = context is not None or kubeconfig is not None
+        if isinstance(error, ConfigException) and not asked and "KUBERNETES_SERVICE_HOST" in os.environ:
             return _in_pod(namespace)
-        message = " ".join(str(error).split())
-        raise UserError(
-            f"the kubeconfig cannot be used ({message}): set KUBECONFIG, --kubeconfig or --context"
-        ) from error
+        remedy = "correct it, or set KUBECONFIG, --kubeconfig or --context"
+        raise UserError(f'the kubeconfig "{file}" cannot be used ({_why(error)}): {remedy}') from error
+    _check_server(api.configuration.host)
+    return Cluster(api, namespace or own)
+
+
+def _read(file: str, context: str | None) -> tuple[client.ApiClient, str]:
+    """Return a client of the API server, and the namespace of the context."""
+    api = config.new_client_from_config(config_file=file, context=context, persist_config=False)  # type: ignore[no-untyped-call]
+    contexts, active = config.list_kube_config_contexts(config_file=file)  # type: ignore[no-untyped-call]
     chosen = next((one for one in contexts if one["name"] == context), active) if context else active
     api.configuration.retries = False
-    api = client.ApiClient(api.configuration)
-    return Cluster(api, namespace or str(chosen["context"].get("namespace") or "default"))
+    return client.ApiClient(api.configuration), str(chosen["context"].get("namespace") or "default")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, ConfigException | yaml.YAMLError):
+        # Behind a brace the library writes the user's whole entry, with what is secret in it.
+        text = " ".join(str(error).partition("{")[0].split())
+        return text.removeprefix("Invalid kube-config file. ").removeprefix("Invalid kube-config. ")
+    if isinstance(error, OSError):
+        return without_number(str(error))
+    return "it has something that the plugin does not understand"
+
+
+@contextmanager
+def _no_failed_login() -> Iterator[None]:
+    """UserError if the library logs that a login helper failed: it would go on as nobody."""
+    kept = _Kept()
+    logging.getLogger().addHandler(kept)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(kept)
+    if kept.messages:
+        what = f"the kubeconfig's user cannot log in ({without_number(kept.messages[0])})"
+        raise UserError(
+            f"{what}: look whether `kubectl auth whoami` can, and install the helper that it names", FORBIDDEN
+        )
+
+
+class _Kept(logging.Handler):
+    """Keeps errors that are logged, instead of writing them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def _check_server(server: str) -> None:
+    """UserError if the server is no URL: requests would fail in ways that name no cause."""
+    try:
+        parts = urllib3.util.parse_url(server)
+    except urllib3.exceptions.LocationParseError:
+        parts = urllib3.util.Url()
+    if parts.scheme not in {"http", "https"} or not parts.host:
+        what = f'the server "{server}" of the kubeconfig is no URL'
+        raise UserError(f"{what}: write it as in https://HOST:PORT, or use another --context")
 
 
 def _in_pod(namespace: str | None) -> Cluster:
     config.load_incluster_config()  # type: ignore[no-untyped-call]
-    own = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace").read_text().strip()
-    return Cluster(client.ApiClient(), namespace or own)
+    return Cluster(client.ApiClient(), namespace or _OWN_NAMESPACE.read_text().strip())

@@ -125,6 +125,9 @@ class Gateway:
         if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
             why = f"the gateway {self.place} cannot answer ({error})"
             return UserError(f"{why}: look with `kubectl poc check`", FAILED)
+        if error.status == HTTPStatus.UNAUTHORIZED:
+            why = f"the gateway {self.place} does not take the token ({error})"
+            return UserError(f"{why}: put the one of its Secret into {TOKEN_VARIABLE}, or unset that", FORBIDDEN)
         return error
 
 

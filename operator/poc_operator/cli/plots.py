@@ -1,30 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plots of what a gateway tells of a round's results, in a terminal and as a PNG: rate over time, and a histogram.
 
-matplotlib draws the PNG. It is no part of every installation: with what it needs it is larger than the rest of the
-plugin, and its archives bring libraries for four releases of Python.
+pygal draws the plots and resvg makes a PNG of them, with a font that the plugin brings: machines without a screen have
+none. Together they are one small wheel each for all releases of Python, while Krew's archives would need matplotlib or
+Pillow four times.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from io import BytesIO
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from textwrap import shorten
+from typing import Any
 
 from poc_operator.cli.cluster import UserError
 from poc_operator.cli.output import number
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _BAR = 40
 #: Cells of the plot of rates: so many high, and at most so many wide.
 _ROWS, _CELLS = 6, 60
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-#: Inches of a picture, and its pixels for each.
-_SIZE, _DPI = (9.0, 7.0), 150
+#: Pixels of a picture, in which one plot stands above the other.
+_WIDTH, _HEIGHT = 1350, 1050
 _COLOUR = "#0969da"
+#: The font of a picture: its package, its file there, and the name in that file.
+_FONT_PACKAGE, _FONT_FILE, _FONT = "font_hanken_grotesk", "files/HankenGrotesk-Regular.otf", "Hanken Grotesk"
+#: Letters of a sentence that fit into a picture's line; the terminal has all of it.
+_LETTERS = 170
 
 #: JSON of the gateway: of ``/summary``, of its histogram, of ``/rates``.
 Told = Mapping[str, Any]
@@ -102,8 +104,7 @@ def _clock(moment: str) -> str:
 
 
 def check_png(file: Path) -> None:
-    """UserError if matplotlib is missing, or the file exists or cannot be: before anything is asked."""
-    _figure()
+    """UserError if the file exists or cannot be: before anything is asked."""
     try:
         exists = file.exists()
     except OSError as error:
@@ -117,49 +118,77 @@ def write_png(file: Path, summary: Told, rates: Told | str) -> None:
     known = summary["round"]
     if not summary["histogram"]["counted"]:
         raise UserError(f"--png: no result of {known['namespace']}/{known['name']} is stored yet: draw it later")
-    figure = _figure()
-    over_time, values = figure.subplots(2)
-    figure.suptitle(f"{known['namespace']}/{known['name']}: {number(known['stored'])} results")
-    _draw_rates(over_time, rates)
-    _draw_histogram(values, summary["histogram"])
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png")
-    _write_new(file, drawn.getvalue())
+    head = f"{known['namespace']}/{known['name']}: {number(known['stored'])} results"
+    _write_new(file, _png(_rates_svg(head, rates), _histogram_svg(summary["histogram"])))
 
 
-def _figure() -> "Figure":
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - it takes a while to load, and may be missing
-    except ImportError as error:
-        remedy = "install the plugin with locks/plots.txt (docs/operate/kubectl-poc.md), or use --output json"
-        raise UserError(f"--png: this installation has no matplotlib: {remedy}") from error
-    return Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
+def _png(above: str, below: str) -> bytes:
+    """Return a picture of two drawings, one above the other."""
+    from resvg_py import svg_to_bytes  # noqa: PLC0415 - few commands draw, and all start
+
+    half = f'width="{_WIDTH}" height="{_HEIGHT // 2}"'
+    both = f'<svg {half}>{above}</svg><svg y="{_HEIGHT // 2}" {half}>{below}</svg>'
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}">{both}</svg>'
+    with resources.as_file(resources.files(_FONT_PACKAGE) / _FONT_FILE) as font:
+        # With no font but this one a picture is the same on all machines.
+        return bytes(svg_to_bytes(svg, background="white", skip_system_fonts=True, font_files=[str(font)]))
 
 
-def _draw_rates(axes: "Axes", told: Told | str) -> None:
+def _rates_svg(head: str, told: Told | str) -> str:
+    title = f"{head}\nRate over time{'' if isinstance(told, str) else _sampled(told)}"
     missing = _missing_rates(told)
-    axes.set_title(f"Rate over time{'' if isinstance(told, str) else _sampled(told)}")
     if isinstance(told, str) or missing:
-        axes.text(0.5, 0.5, missing, ha="center", va="center", wrap=True)
-        axes.set_axis_off()
-        return
+        return _svg([], [], title=title, no_data_text=shorten(missing, _LETTERS, placeholder=" …"))
     edges = [told["seconds"] * place for place in range(len(told["rates"]) + 1)]
-    axes.stairs(told["rates"], edges, fill=True, color=_COLOUR)
-    axes.set_xlabel(f"seconds after {told['first_arrival']}")
-    axes.set_ylabel("results per second")
-    axes.set_ylim(bottom=0)
-    axes.margins(x=0)
+    return _svg(
+        told["rates"],
+        edges,
+        title=title,
+        x_title=f"seconds after {told['first_arrival']}",
+        y_title="results per second",
+    )
 
 
-def _draw_histogram(axes: "Axes", told: Told) -> None:
+def _histogram_svg(told: Told) -> str:
     outside = [*_outside(told, "below"), *_outside(told, "above")]
     named = "".join(f", {number(count)} are {place}" for place, count in outside)
-    axes.set_title(f"Histogram of {number(told['counted'])} results{_sampled(told)}{named}")
-    axes.stairs(told["counts"], told["edges"], fill=True, color=_COLOUR)
-    axes.set_xlabel(told["quantity"])
-    axes.set_ylabel("results")
-    axes.set_ylim(bottom=0)
-    axes.margins(x=0)
+    title = f"Histogram of {number(told['counted'])} results{_sampled(told)}{named}"
+    return _svg(told["counts"], told["edges"], title=title, x_title=told["quantity"], y_title="results")
+
+
+def _svg(heights: Sequence[float], edges: Sequence[float], **texts: str) -> str:
+    """Return a drawing of columns between edges."""
+    from pygal import Histogram  # noqa: PLC0415 - few commands draw, and all start
+    from pygal.style import Style  # noqa: PLC0415
+
+    style = Style(
+        background="white",
+        plot_background="white",
+        colors=(_COLOUR,),
+        opacity="1",
+        font_family=_FONT,
+        label_font_size=14,
+        major_label_font_size=14,
+        title_font_size=20,
+        no_data_font_size=14,
+    )
+    chart = Histogram(
+        **texts,
+        style=style,
+        width=_WIDTH,
+        height=_HEIGHT // 2,
+        js=[],
+        show_legend=False,
+        disable_xml_declaration=True,
+        include_x_axis=True,
+        value_formatter="{:.6g}".format,
+        x_value_formatter="{:.6g}".format,
+        show_y_guides=bool(edges),  # without columns a sentence stands there
+        show_x_labels=bool(edges),
+        show_y_labels=bool(edges),
+    )
+    chart.add("", list(zip(heights, edges, edges[1:], strict=False)))
+    return str(chart.render(is_unicode=True))
 
 
 def _write_new(file: Path, content: bytes) -> None:

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program ``kubectl-poc``: its commands, what it does with errors, and completion under kubectl."""
+"""The program ``kubectl-poc``: its commands, what it does with errors, and completion under kubectl.
+
+kubectl asks a program ``kubectl_complete-poc`` on the ``PATH``. A wheel installs one. Krew links only one program of a
+plugin, so ``completion`` writes a script of that name, which asks the plugin itself.
+"""
 
 import contextlib
 import io
 import os
 import shlex
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,14 +28,23 @@ from poc_operator.cli.overview import overview
 from poc_operator.cli.overview_tables import tables
 
 PROGRAM = "kubectl-poc"
+#: The program that kubectl asks, and the first word with which its script asks ours, as cobra's programs have it.
+ASKED, COMPLETE = "kubectl_complete-poc", "__complete"
+#: The last line tells kubectl whether to offer files, too (cobra's ShellCompDirectiveDefault and -NoFileComp).
+_FILES, _NO_FILES = ":0", ":4"
+#: Options whose value is a file.
+_TAKE_FILES = ("--filename", "-f", "--kubeconfig", "--png")
 #: Seconds between two looks of a live table, unless told otherwise.
 LOOK_SECONDS = 2.0
 #: Set to anything, it shows where an unexpected error came from.
 TRACEBACK = "POC_TRACEBACK"
 #: Exit code after Ctrl-C, as shells have it.
 _INTERRUPTED = 130
-#: Tells kubectl to offer no files (cobra's ShellCompDirectiveNoFileComp).
-_NO_FILES = ":4"
+
+SCRIPT = f"""#!/bin/sh
+# kubectl runs this to complete `kubectl poc`, for bash, zsh, fish and PowerShell alike.
+exec {PROGRAM} {COMPLETE} "$@"
+"""
 
 app = typer.Typer(
     name=PROGRAM,
@@ -108,8 +123,43 @@ def explain(
         output.show(told.model_dump(mode="json", by_alias=True), format_)
 
 
+@app.command()
+def completion(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(help="Folder on the PATH to write it into; standard output without it.", metavar="FOLDER"),
+    ] = None,
+) -> None:
+    """Write the script by which kubectl completes this plugin, in each shell for which kubectl itself completes."""
+    if folder is None:
+        sys.stdout.write(SCRIPT)
+        return
+    file = folder / ASKED
+    _write_new(file)
+    sys.stdout.write(f"{file} written\n")
+    found = shutil.which(ASKED)
+    if found is None or not file.samefile(found):
+        sys.stderr.write(
+            f"note: kubectl does not find it: put {folder.absolute()} into the PATH, before other folders\n"
+        )
+
+
+def _write_new(file: Path) -> None:
+    try:
+        with file.open("x") as target:
+            target.write(SCRIPT)
+        file.chmod(0o755)
+    except FileExistsError as error:  # it may be the link to that of a wheel, which must not be written over
+        raise UserError(f'"{file}" exists: delete it, or keep it if kubectl completes') from error
+    except OSError as error:
+        raise UserError(f'"{file}" cannot be written ({error.strerror}): name a folder on the PATH') from error
+
+
 def main() -> None:
     """Run the program; errors are one sentence, and never a traceback."""
+    if sys.argv[1:2] == [COMPLETE]:  # not a command: options among the words are not options of it
+        complete(sys.argv[2:])
+        return
     sys.exit(guarded(lambda: app(prog_name=PROGRAM)))
 
 
@@ -137,12 +187,18 @@ def _tell(message: str, code: int) -> int:
     return code
 
 
-def complete() -> None:
-    """Answer kubectl, which runs ``kubectl_complete-poc`` with the words so far, the last of which is not complete."""
-    sys.stdout.write("".join(f"{line}\n" for line in completions(sys.argv[1:])) + f"{_NO_FILES}\n")
+def complete(words: Sequence[str] | None = None) -> None:
+    """Answer kubectl with a line for each completion, and the directive.
+
+    It runs ``kubectl_complete-poc`` with the words so far, the last of which is not complete.
+    """
+    asked = sys.argv[1:] if words is None else words
+    takes_file = len(asked) > 1 and asked[-2] in _TAKE_FILES
+    lines = [] if takes_file else completions(asked)
+    sys.stdout.write("".join(f"{line}\n" for line in lines) + f"{_FILES if takes_file else _NO_FILES}\n")
 
 
-def completions(words: list[str]) -> list[str]:
+def completions(words: Sequence[str]) -> list[str]:
     """Return what the last word may become, each with a tab and its help if it has one."""
     # Typer prints what a shell wants; for fish that is one candidate a line.
     variables = {
@@ -152,6 +208,7 @@ def completions(words: list[str]) -> list[str]:
     }
     os.environ.update(variables)
     told = io.StringIO()
-    with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
+    # Whatever fails is told by the command itself: here it would stand in the middle of the user's line.
+    with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit, Exception):
         app(prog_name=PROGRAM)
     return [line for line in told.getvalue().splitlines() if line]

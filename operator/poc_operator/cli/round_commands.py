@@ -80,7 +80,8 @@ def read_manifest(file: Path, kind: type[Resource]) -> dict[str, Any]:
         text = sys.stdin.read() if str(file) == "-" else file.read_text()
         body = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f'--filename: "{file}" cannot be read ({error}): name a file with a manifest') from error
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UserError(f'--filename: "{file}" cannot be read ({why}): name a file with a manifest') from error
     except yaml.YAMLError as error:
         raise UserError(f'--filename: "{file}" is no YAML ({" ".join(str(error).split())}): correct it') from error
     wanted = kind.KIND.kind

@@ -3,14 +3,18 @@
 
 import errno
 import json
+import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
+from PIL import Image
 
+from hack.images.site import ROOT
+from hack.release.kubectl_plugin import LOCK
 from poc_gateway.query.messages import Rates
 from poc_operator.cli import plots
 from poc_operator.cli.cluster import UserError
@@ -121,7 +125,7 @@ def _painted(run: Run, file: Path) -> tuple[int, int]:
     done = run(*COMMAND, "--png", str(file))
     assert (done.code, done.err) == (0, f"plots drawn into {file}\n")
     assert file.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    pixels = imread(file)
+    pixels = np.asarray(Image.open(file).convert("RGB"), dtype=float) / 255
     assert pixels.shape[:2] == (1050, 1350)
     blue = np.all(np.abs(pixels[:, :, :3] - np.array([0x09, 0x69, 0xDA]) / 255) < 0.01, axis=2)
     return int(blue[:525].sum()), int(blue[525:].sum())
@@ -199,11 +203,50 @@ def test_without_results_nothing_is_drawn(run: Run, api: ApiPaths, tmp_path: Pat
     assert not (tmp_path / "plots.png").exists()
 
 
-def test_an_installation_without_matplotlib_names_the_remedy(
-    run: Run, api: ApiPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    done = run(*COMMAND, "--png", str(tmp_path / "plots.png"))
-    assert (done.code, done.err.count("\n"), api.asked) == (1, 1, [])
-    assert "has no matplotlib: install the plugin with locks/plots.txt" in done.err
-    assert run(*COMMAND).code == 0
+#: Draws plots where nothing can be imported but the standard library, the plugin, and what a lock names.
+_DRAW = """
+import importlib.metadata, json, re, sys
+from pathlib import Path
+
+locked, told, file = set(json.loads(sys.argv[1])), json.loads(sys.argv[2]), Path(sys.argv[3])
+sys.path[:0] = json.loads(sys.argv[4])
+of_module = importlib.metadata.packages_distributions()
+
+class OnlyLocked:
+    def find_spec(self, name, path=None, target=None):
+        owners = {re.sub("[-_.]+", "-", owner).lower() for owner in of_module.get(name.partition(".")[0], ())}
+        if owners and not owners & locked:
+            raise ModuleNotFoundError(f"the lock has none of {owners}, which have {name}", name=name)
+
+sys.meta_path.insert(0, OnlyLocked())
+import poc_operator.cli.program
+from poc_operator.cli import plots
+plots.write_png(file, *told)
+"""
+
+
+def _draw_with(packages: set[str], file: Path) -> "subprocess.CompletedProcess[str]":
+    told = seen.stored_results()
+    words = [sorted(packages), [told[SUMMARY], told[RATES]], file, [ROOT / "operator", ROOT / "image"]]
+    texts = [str(word) if isinstance(word, Path) else json.dumps(word, default=str) for word in words]
+    return subprocess.run([sys.executable, "-c", _DRAW, *texts], capture_output=True, text=True, check=False)
+
+
+def test_a_png_needs_no_package_beyond_those_of_krews_archive(tmp_path: Path) -> None:
+    locked = set(re.findall(r"^([a-z0-9-]+)==", LOCK.read_text(), re.MULTILINE))
+    done = _draw_with(locked, tmp_path / "plots.png")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "plots.png").read_bytes().startswith(b"\x89PNG")
+    # What is in the environment of tests alone is really kept away.
+    done = _draw_with(locked - {"pygal"}, tmp_path / "other.png")
+    assert "the lock has none of {'pygal'}" in done.stderr
+
+
+def test_a_png_has_its_words_on_a_machine_without_fonts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words are there, and come from the font that the plugin brings: without it the picture differs."""
+    told = seen.stored_results()
+    plots.write_png(tmp_path / "words.png", told[SUMMARY], told[RATES])
+    monkeypatch.setattr(plots, "_FONT", "no such font")
+    plots.write_png(tmp_path / "none.png", told[SUMMARY], told[RATES])
+    dark = [(np.asarray(Image.open(tmp_path / f"{name}.png").convert("L")) < 100).sum() for name in ("words", "none")]
+    assert dark[0] > dark[1] + 1000

@@ -17,7 +17,7 @@ import yaml
 
 from poc_operator.cli import VERSION, looking
 from poc_operator.cli.cluster import REQUEST_SECONDS
-from poc_operator.cli.program import app, completions, guarded
+from poc_operator.cli.program import app, guarded
 from tests.docs.pages import ROOT
 from tests.support.fakes.api_paths import ApiPaths
 from tests.unit.poc_operator.cli import seen
@@ -373,7 +373,10 @@ def test_a_round_that_is_created_and_watched_is_one_document(
 
 
 #: Commands without ``--output``, with the reason.
-NO_OUTPUT = {"round export": "what it writes is for programs already: --format says how"}
+NO_OUTPUT = {
+    "completion": "what it writes is a program",
+    "round export": "what it writes is for programs already: --format says how",
+}
 
 
 def _leaves(command: Any, words: str = "") -> Iterator[tuple[str, set[str]]]:  # noqa: ANN401 - Typer's own class
@@ -469,22 +472,3 @@ def test_a_calibration_tells_the_target(run: Run, api: ApiPaths) -> None:
 
 def test_the_version_is_that_of_the_distribution() -> None:
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
-
-
-def test_kubectl_gets_completions(run: Run, api: ApiPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_KUBECTL_POC_COMPLETE", "_TYPER_COMPLETE_ARGS", "_TYPER_COMPLETE_FISH_ACTION"):
-        monkeypatch.setenv(name, "")  # so that these are gone after the test: they would answer the commands of others
-    assert run("status").code == 0  # the environment leads to the test's cluster
-    api.answers[f"{seen.API}/pocvalidations"] = [seen.a_validation()]
-    api.answers[f"{seen.API}/poccalibrations"] = [seen.a_calibration()]
-    for words, wanted in (
-        (["sta"], "status"),
-        (["round", ""], "export"),
-        (["round", "watch", "ro"], "round-1"),
-        (["explain", ""], "round-1"),
-        (["explain", ""], "calibration/calibration-1"),
-        (["explain", "fleet/"], "fleet/demo"),
-        (["explain", "val"], "validation/validation-1"),
-        (["explain", "calibration/c"], "calibration/calibration-1"),
-    ):
-        assert wanted in [line.split("\t")[0] for line in completions(words)], words
