@@ -50,18 +50,21 @@ class FleetChildren:
         self._namespaces = namespaces
         self._clock = clock
         self._listed = float("-inf")
+        self._kinds = frozenset[str]()
         self._listing = asyncio.Lock()
         self._found: dict[tuple[str, str], dict[Key, Body]] = {}
 
     async def of(self, namespace: str, fleet: str, age: float) -> Mapping[Key, Body]:
-        """Return the objects of a fleet, from a list that is no older than ``age`` seconds."""
+        """Return the objects of a fleet, from a list that is no older than ``age`` seconds, and lacks no kind that the
+        cluster is known to have by now."""
         async with self._listing:
-            if self._clock() - self._listed >= age:
+            kinds = self._objects.kinds
+            if self._clock() - self._listed >= age or kinds - self._kinds:
                 began = self._clock()
                 found: dict[tuple[str, str], dict[Key, Body]] = {}
                 for body in await self._objects.list_all(self._namespaces):
                     found.setdefault(_fleet_of(body), {})[key_of(body)] = body
-                self._found, self._listed = found, began
+                self._found, self._listed, self._kinds = found, began, kinds
         return self._found.get((namespace, fleet), {})
 
     def put(self, body: Body) -> None:

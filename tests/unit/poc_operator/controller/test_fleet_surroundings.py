@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which Kubernetes nodes are asked for, and how often."""
+"""What fleets read of the cluster, and how often: their objects, GPU products, and Kubernetes nodes."""
 
 import asyncio
 from typing import Any, cast
 
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_KIND
 from poc_operator.clients.errors import StoreForbidden
 from poc_operator.controller.fleet_surroundings import (
     NODE_SECONDS,
     SURROUNDINGS_SECONDS,
+    FleetChildren,
     FleetOptions,
     FleetSurroundings,
 )
@@ -131,3 +133,24 @@ async def test_whoever_may_not_read_nodes_asks_only_now_and_then() -> None:
         now += later
         assert await around.nodes(a_fleet(status=ROLLING), pods) == {}
         assert len(nodes.asked) == asked
+
+
+class Listed:
+    """A cluster that is found out to have LeaderWorkerSets."""
+
+    kinds = frozenset({"StatefulSet"})
+
+    async def list_all(self, namespaces: object) -> list[Any]:
+        labels = {FLEET_LABEL: "demo"}
+        return [
+            {"kind": kind, "metadata": {"namespace": "ns", "name": "demo", "labels": labels}} for kind in self.kinds
+        ]
+
+
+async def test_a_list_without_a_kind_that_the_cluster_has_is_no_list() -> None:
+    """As at the operator's start: the list for another fleet knew no LeaderWorkerSets, and is as new as can be."""
+    objects = Listed()
+    children = FleetChildren(cast(Any, objects), (), lambda: 0.0)
+    assert (await children.of("ns", "demo", 60.0)).keys() == {("StatefulSet", "demo")}
+    objects.kinds |= {GROUPS_KIND}
+    assert (await children.of("ns", "demo", 60.0)).keys() == {("StatefulSet", "demo"), (GROUPS_KIND, "demo")}
