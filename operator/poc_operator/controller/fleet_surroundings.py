@@ -98,10 +98,11 @@ class FleetSurroundings:
     async def of(self, fleet: PoCFleet) -> Surroundings:
         """Return what a fleet is resolved by, as far as its spec needs it. StoreError if it cannot be read."""
         now = self._clock()
-        if fleet.spec.model.preset is not None and now - self._presets[0] >= SURROUNDINGS_SECONDS:
+        has_preset = fleet.spec.model.preset is not None
+        if has_preset and now - self._presets[0] >= SURROUNDINGS_SECONDS:
             self._presets = (now, with_config_maps(await self._objects.presets()))
-        wants_product = fleet.spec.model.preset is not None and fleet.spec.gpu.product is None
-        if wants_product and now - self._products[0] >= SURROUNDINGS_SECONDS:
+        # Also with a product in the spec, which may be a part of one: whether it is must not depend on other fleets.
+        if has_preset and now - self._products[0] >= SURROUNDINGS_SECONDS:
             found = await self._objects.products()
             self._products = (now, list(found) if found is not None else None)
         if fleet.spec.metrics.pod_monitor and now - self._pod_monitors[0] >= SURROUNDINGS_SECONDS:
