@@ -96,12 +96,14 @@ def is_incomplete(vectors: Vectors) -> bool:
 class Comparison:
     """How vectors compare with the reference: how many of ``total`` mismatch, and how likely that is for honest ones.
 
-    ``farthest`` is the largest L2 distance, and ``failed`` says that the network would call it fraud.
+    ``farthest`` is the largest L2 distance, ``threshold`` that beyond which two vectors mismatch, and ``failed`` says
+    that the network would call it fraud.
     """
 
     mismatches: int
     total: int
     farthest: float
+    threshold: float
     p_value: float
     failed: bool
 
@@ -116,6 +118,7 @@ def compare(vectors: Vectors, reference: Vectors, thresholds: Thresholds) -> Com
         mismatches=mismatches,
         total=len(both),
         farthest=max(distances, default=0.0),
+        threshold=thresholds.dist_threshold,
         p_value=probability,
         failed=probability < thresholds.p_value_threshold,
     )

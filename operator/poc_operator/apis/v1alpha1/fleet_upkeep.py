@@ -62,7 +62,8 @@ class SelfCheck(ApiModel):
     k_dim: Annotated[Int32, Field(ge=1, le=8192)] | None = None
     """Numbers per vector. Without it: the preset's, else 12."""
     stat_test: StatTest = StatTest()
-    """When a pod counts as failed: as for proofs of a validation, with the same defaults."""
+    """When a pod counts as failed: as for proofs of a validation. What is left out here the preset says, else the
+    defaults."""
 
 
 class Healing(ApiModel):
