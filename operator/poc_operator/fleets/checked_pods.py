@@ -344,7 +344,7 @@ def _unlike(one: Fingerprint, other: Fingerprint) -> list[str]:
     """Say in what a pod differs from the one that it is compared with."""
     pairs = ((name, getattr(one, name), getattr(other, name)) for name in Fingerprint.model_fields)
     return [
-        f"its {name} is {mine or 'unknown'}, not {theirs or 'unknown'}"
+        f"its {name} {'are' if name.endswith('s') else 'is'} {mine or 'unknown'}, not {theirs or 'unknown'}"
         for name, mine, theirs in pairs
         if mine != theirs
     ]

@@ -183,7 +183,10 @@ def test_pods_of_two_models_are_not_compared() -> None:
 
 def test_a_failed_pod_is_shown_beside_the_other() -> None:
     pods = [a_pod(number) for number in range(3)]
-    prints = [Fingerprint(gpu="H100", attention="FLASH_ATTN"), Fingerprint(gpu="H100", attention="TRITON_ATTN")]
+    prints = [
+        Fingerprint(gpu="H100", attention="FLASH_ATTN", flags="--block-size=16", batch="32 nonces"),
+        Fingerprint(gpu="H100", attention="TRITON_ATTN", flags="--enforce-eager", batch="8 nonces"),
+    ]
     answers = {f"u{n}": an_answer(pods[n], engine(1 if n < 2 else 2), fingerprint=prints[n == 2]) for n in range(3)}
     found = check_pods(fleet_of(), RESOLVED, pods, answers, NOW)
     assert results(found) == {"demo-0": "Passed", "demo-1": "Passed", "demo-2": "Failed"}
@@ -195,7 +198,8 @@ def test_a_failed_pod_is_shown_beside_the_other() -> None:
     said = message(found, 2)
     assert said.startswith("32 of 32 nonces differ from those of pod demo-0 (p-value 1e-32, largest distance 1.")
     assert said.endswith(
-        ", threshold 0.4): the network would vote it out; its attention is TRITON_ATTN, not FLASH_ATTN"
+        ", threshold 0.4): the network would vote it out; its attention is TRITON_ATTN, not FLASH_ATTN; "
+        "its flags are --enforce-eager, not --block-size=16; its batch is 8 nonces, not 32 nonces"
     )
     told = finding(found)
     assert told is not None
