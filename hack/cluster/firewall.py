@@ -4,9 +4,9 @@
 import re
 import shlex
 from collections.abc import Iterable
+from pathlib import Path
 
-from hack.toolchain.common import run
-from hack.toolchain.tools import tool_path
+from hack.toolchain.common import cache, run
 
 from .layout import BRIDGE, OWN_NAME
 
@@ -25,12 +25,18 @@ def ensure_firewall() -> None:
 
 def remove_firewall() -> None:
     """Remove our rule, kube-proxy's chains and what the portmap plugin made for our pods."""
-    run([tool_path("kube-proxy"), "--cleanup"], limit=LIMIT)
+    for kube_proxy in kube_proxies()[-1:]:
+        run([kube_proxy, "--cleanup"], limit=LIMIT)
     for program in ("iptables", "ip6tables"):
         _remove_forgotten_chain(program)
     _remove_port_mappings()
     if _keeps_in():
         _iptables("mangle", "--delete", *KEEP_IN)
+
+
+def kube_proxies() -> list[Path]:
+    """Return all builds of kube-proxy, the newest last: a cluster can be removed although its tools are older."""
+    return sorted((cache() / "tools").glob("kubernetes-*/kube-proxy"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def _keeps_in() -> bool:

@@ -243,8 +243,8 @@ class ModelFacts(TypedDict):
     out about this server before it computed for PoC. ``stages`` is the length of the pipeline. ``attention`` and
     ``experts`` are the names of the kernels that compute these, empty where there are none or they have no name.
     ``dtype``, ``kv_cache_dtype`` and ``quantization`` are vLLM's words for how it computes and stores; the last is
-    empty where weights are not quantized. ``decode`` is what they say about the decode scheme, if the server is set up
-    for it: the server adds that.
+    empty where weights are not quantized. ``flags`` are vLLM's further flags that may change results. ``decode`` is
+    what they say about the decode scheme, if the server is set up for it: the server adds that.
     """
 
     hidden_size: int
@@ -262,6 +262,7 @@ class ModelFacts(TypedDict):
     dtype: str
     kv_cache_dtype: str
     quantization: str
+    flags: list[str]
     findings: list[str]
     refusal: str | None
     decode: NotRequired[DecodeFacts]

@@ -23,6 +23,10 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {**PRESET, "parallelism": {"tensor": 2}},
         ("spec.parallelism", "parallelism needs model.path: a preset sets its own"),
     ),
+    "a GPU's product without a number": (
+        {**PATH, "gpu": {"product": "NVIDIA-H200"}},
+        ("spec.gpu", "gpu.product needs gpu.count with model.path, or pods get no GPU: set gpu.count"),
+    ),
     "ranks without GPUs": (
         {**PATH, "parallelism": {"tensor": 2}, "gpu": {"count": 4}},
         ("spec.parallelism", "parallelism.tensor * parallelism.pipeline must be gpu.count"),

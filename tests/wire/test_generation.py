@@ -21,6 +21,11 @@ async def test_before_the_first_round_the_status_is_idle(pod: Pod) -> None:
     assert status.model.names == ["/models/tiny", "tiny"]
     assert (status.model.max_seq_len, status.model.hidden_size, status.model.scratch_bytes) == (1024, 64, 4096)
     assert (status.model.attention, status.model.experts) == ("FakeAttention", "")
+    assert (status.model.flags, status.model.max_batch_tokens, status.model.max_batch_nonces) == (
+        ["--enforce-eager"],
+        2048,
+        16,
+    )
     assert (status.model.dtype, status.model.kv_cache_dtype, status.model.quantization) == ("float32", "auto", "")
 
 

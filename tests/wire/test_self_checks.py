@@ -141,6 +141,8 @@ async def test_a_pod_that_computes_wrongly_fails_and_one_that_hangs_holds_up_no_
         "vllm": world.pods["demo-0"]["fingerprint"]["vllm"],
         "attention": "FakeAttention",
         "experts": "",
+        "flags": "--enforce-eager",
+        "batch": "8 nonces",
         "details": "dtype float32, KV cache auto, vLLM's forward pass",
     }
     found = await bars(world)

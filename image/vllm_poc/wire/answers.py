@@ -90,8 +90,10 @@ class ModelLimits(WireMessage):
     ``scratch_bytes`` is the device memory of PoC's own KV cache on the rank that has most, ``fused`` whether PoC's
     forward pass is faster than vLLM's own. ``attention`` and ``experts`` are vLLM's names of the kernels that compute
     these; with others, results differ as those of another GPU do. So they do with another ``dtype``,
-    ``kv_cache_dtype`` or ``quantization``, in vLLM's words. ``findings`` are sentences about what the server found out
-    about itself before it computed; its log has the same. ``rebuilt_codebook`` is that of `VersionsResponse`.
+    ``kv_cache_dtype`` or ``quantization``, in vLLM's words, and may with other ``flags`` of vLLM. A forward pass that
+    was not tuned has at most ``max_batch_tokens``, and ``max_batch_nonces``. ``findings`` are sentences about what the
+    server found out about itself before it computed; its log has the same. ``rebuilt_codebook`` is that of
+    `VersionsResponse`.
     """
 
     names: list[ShortText] = Field(default_factory=list)
@@ -104,6 +106,9 @@ class ModelLimits(WireMessage):
     dtype: ShortText = ""
     kv_cache_dtype: ShortText = ""
     quantization: ShortText = ""
+    flags: list[ShortText] = Field(default_factory=list)
+    max_batch_tokens: int = Field(default=0, ge=0)
+    max_batch_nonces: int = Field(default=0, ge=0)
     findings: list[ShortText] = Field(default_factory=list)
     rebuilt_codebook: bool = False
     # Why the engine could not say, or why PoC does not run on this model.

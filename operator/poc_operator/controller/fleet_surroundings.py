@@ -50,18 +50,21 @@ class FleetChildren:
         self._namespaces = namespaces
         self._clock = clock
         self._listed = float("-inf")
+        self._kinds = frozenset[str]()
         self._listing = asyncio.Lock()
         self._found: dict[tuple[str, str], dict[Key, Body]] = {}
 
     async def of(self, namespace: str, fleet: str, age: float) -> Mapping[Key, Body]:
-        """Return the objects of a fleet, from a list that is no older than ``age`` seconds."""
+        """Return the objects of a fleet, from a list that is no older than ``age`` seconds, and lacks no kind that the
+        cluster is known to have by now."""
         async with self._listing:
-            if self._clock() - self._listed >= age:
+            kinds = self._objects.kinds
+            if self._clock() - self._listed >= age or kinds - self._kinds:
                 began = self._clock()
                 found: dict[tuple[str, str], dict[Key, Body]] = {}
                 for body in await self._objects.list_all(self._namespaces):
                     found.setdefault(_fleet_of(body), {})[key_of(body)] = body
-                self._found, self._listed = found, began
+                self._found, self._listed, self._kinds = found, began, kinds
         return self._found.get((namespace, fleet), {})
 
     def put(self, body: Body) -> None:
@@ -95,10 +98,11 @@ class FleetSurroundings:
     async def of(self, fleet: PoCFleet) -> Surroundings:
         """Return what a fleet is resolved by, as far as its spec needs it. StoreError if it cannot be read."""
         now = self._clock()
-        if fleet.spec.model.preset is not None and now - self._presets[0] >= SURROUNDINGS_SECONDS:
+        has_preset = fleet.spec.model.preset is not None
+        if has_preset and now - self._presets[0] >= SURROUNDINGS_SECONDS:
             self._presets = (now, with_config_maps(await self._objects.presets()))
-        wants_product = fleet.spec.model.preset is not None and fleet.spec.gpu.product is None
-        if wants_product and now - self._products[0] >= SURROUNDINGS_SECONDS:
+        # Also with a product in the spec, which may be a part of one: whether it is must not depend on other fleets.
+        if has_preset and now - self._products[0] >= SURROUNDINGS_SECONDS:
             found = await self._objects.products()
             self._products = (now, list(found) if found is not None else None)
         if fleet.spec.metrics.pod_monitor and now - self._pod_monitors[0] >= SURROUNDINGS_SECONDS:

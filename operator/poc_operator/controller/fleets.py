@@ -345,11 +345,12 @@ class Fleets:
         if self._health is not None:
             self._health.see(uid, own, fleet.spec.port)
         objects: Mapping[Key, Body] = {}
+        around = await self._around.of(fleet)  # first: the kinds that it finds are listed
         with contextlib.suppress(StoreForbidden):  # what is applied is refused too, and that is told
             objects = await self._children.of(namespace, name, age)
         return FleetSnapshot(
             fleet=fleet,
-            around=await self._around.of(fleet),
+            around=around,
             now=datetime.now(UTC).replace(microsecond=0),
             objects=objects,
             pods=pods,

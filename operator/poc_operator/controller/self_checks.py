@@ -26,7 +26,7 @@ FLEET_CHECKS = 64
 FIRST_PAUSE_SECONDS = 1.0
 MOST_PAUSE_SECONDS = 60.0
 #: So much of what a pod tells of its server is kept in each field.
-_MOST_TEXT = 120
+_MOST_TEXT = 160
 
 _Key = tuple[str, str, str]  # uid of the pod, its server, name of the check
 _T = TypeVar("_T")
@@ -132,7 +132,7 @@ class SelfChecks:
         generates = status.state is PowState.GENERATING
         result = await client.generate(base, check.request(model.names[0], beside_round=generates))
         vectors = check.vectors(result)
-        fingerprint = await _fingerprint(client, base, model)
+        fingerprint = await _fingerprint(client, base, model, check.batch(model))
         return CheckAnswer(server=ask.server, check=check.name, time=_now(), vectors=vectors, fingerprint=fingerprint)
 
 
@@ -141,8 +141,8 @@ def _now() -> datetime:
     return datetime.now(UTC).replace(microsecond=0)
 
 
-async def _fingerprint(client: PodClient, base: str, model: ModelLimits) -> Fingerprint:
-    """Return what a pod's results depend on, as far as it tells."""
+async def _fingerprint(client: PodClient, base: str, model: ModelLimits, batch: int) -> Fingerprint:
+    """Return what a pod's results depend on, as far as it tells, and its ``batch``, 0 if it does not tell that."""
     gpus, versions = await asyncio.gather(client.gpus(base), client.versions(base), return_exceptions=True)
     told = _unless_failed(gpus) or GpusResponse()
     names = sorted({gpu.name for gpu in told.devices if gpu.name})
@@ -153,6 +153,8 @@ async def _fingerprint(client: PodClient, base: str, model: ModelLimits) -> Fing
         vllm=_text(found.vllm_version if found is not None else ""),
         attention=_text(model.attention),
         experts=_text(model.experts),
+        flags=_text(" ".join(model.flags)),
+        batch=f"{batch} nonces" if batch else "",
         details=_text(_details(model)),
     )
 

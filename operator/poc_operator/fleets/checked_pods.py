@@ -25,11 +25,13 @@ from poc_operator.apis.v1alpha1.fleet_upkeep import (
     SelfCheckReference,
 )
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.validation import StatTest, Thresholds
 from poc_operator.fleets.resolve import Resolved
 from poc_operator.fleets.self_check import (
     Check,
     Comparison,
     Vectors,
+    compare,
     is_incomplete,
     judge,
     lacks,
@@ -111,7 +113,7 @@ def check_pods(
             groups.setdefault(view.check.name, []).append(view)
     judged: dict[str, _View] = {}
     for name, group in groups.items():
-        if any(view.has_news or _is_reopened(fleet, resolved, view) for view in group):
+        if any(view.has_news or _is_reopened(fleet, resolved, view, known.get(name)) for view in group):
             found, known[name] = _judged(fleet, resolved, group, known.get(name))
             judged |= {view.pod.uid: view for view in found}
     views = [_explained(judged.get(view.pod.uid, view)) for view in views]
@@ -244,7 +246,7 @@ def _judged(
     found = judge(
         whole,
         unpacked(reference.vectors, check.k_dim) if reference is not None else None,
-        fleet.spec.self_check.stat_test.thresholds(Protocol.ARTIFACT),
+        _thresholds(fleet, resolved),
         standing=sum(entry.result == CheckResult.PASSED and entry.reference == check.name for entry in heard),
         fixed=golden is not None,
     )
@@ -257,14 +259,27 @@ def _judged(
     return [*partly, *judged], None if golden is not None else reference
 
 
-def _is_reopened(fleet: PoCFleet, resolved: Resolved | None, view: _View) -> bool:
-    """Whether what a pod answered is to be judged again: the spec is another, or the preset may have other vectors."""
+def _thresholds(fleet: PoCFleet, resolved: Resolved | None) -> Thresholds:
+    """Return the numbers of the test: the spec's, else those that the preset has for the model, else the defaults."""
+    preset = resolved.stat_test if resolved is not None else StatTest()
+    return fleet.spec.self_check.stat_test.before(preset).thresholds(Protocol.ARTIFACT)
+
+
+def _is_reopened(fleet: PoCFleet, resolved: Resolved | None, view: _View, stored: SelfCheckReference | None) -> bool:
+    """Whether what a pod answered is to be judged again: the spec is another, or the pod has failed and would pass now,
+    as the preset has other vectors or another test than before."""
     if view.vectors is None:
         return False
     if fleet.metadata.generation != fleet.status.observed_generation:
         return True
-    is_fixed = isinstance(view.check, Check) and _golden(resolved, view.check) is not None
-    return is_fixed and view.entry.result == CheckResult.FAILED
+    check, has_failed = view.check, view.entry.result == CheckResult.FAILED
+    if not isinstance(check, Check) or not has_failed or is_incomplete(view.vectors):
+        return False
+    reference = _golden(resolved, check) or stored
+    if reference is None:
+        return False
+    vectors = unpacked(reference.vectors, check.k_dim)
+    return not compare(view.vectors, vectors, _thresholds(fleet, resolved)).failed
 
 
 def _golden(resolved: Resolved | None, check: Check) -> SelfCheckReference | None:
@@ -302,7 +317,7 @@ def _compared(view: _View, result: Comparison, reference: SelfCheckReference, *,
         message = "its vectors are the reference" + (": there was nothing to compare them with" if alone else "")
         return _found(view, CheckResult.PASSED, message, probability)
     whose = f"those of pod {reference.pod}" if reference.pod else "the preset's"
-    figures = f"p-value {probability}, largest distance {result.farthest:.2g}"
+    figures = f"p-value {probability}, largest distance {result.farthest:.2g}, threshold {result.threshold:g}"
     counts = f"{result.mismatches} of {result.total} nonces differ from {whose} ({figures})"
     if not result.failed:
         return _found(view, CheckResult.PASSED, f"{counts}: the network would accept it", probability)
@@ -330,7 +345,7 @@ def _unlike(one: Fingerprint, other: Fingerprint) -> list[str]:
     """Say in what a pod differs from the one that it is compared with."""
     pairs = ((name, getattr(one, name), getattr(other, name)) for name in Fingerprint.model_fields)
     return [
-        f"its {name} is {mine or 'unknown'}, not {theirs or 'unknown'}"
+        f"its {name} {'are' if name.endswith('s') else 'is'} {mine or 'unknown'}, not {theirs or 'unknown'}"
         for name, mine, theirs in pairs
         if mine != theirs
     ]

@@ -20,6 +20,7 @@ from poc_operator.apis.v1alpha1.fleet import FleetSpec
 from poc_operator.apis.v1alpha1.fleet_decode import reserve_bytes
 from poc_operator.apis.v1alpha1.fleet_pod import MAX_GPUS, OWN_VARIABLES, PRODUCT_LABEL, own_flag
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.validation import StatTest
 from poc_operator.fleets.decode import Argument, DecodeEntry, chains
 from poc_operator.fleets.self_check import unpacked
 
@@ -93,11 +94,18 @@ class GoldenVectors(_Document):
         return self
 
 
+class PresetStatTest(StatTest):
+    """The network's statistical test for prefill of a model, as a fleet's spec writes it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
 class Preset(_Document):
     """A model, and what is known of it on each kind of GPU.
 
-    ``seqLen`` and ``kDim`` are the network's for prefill. ``weightsGiB`` is what the weights take in a cache, if known.
-    With ``golden`` self-checks compare pods with these vectors, whatever other pods compute.
+    ``seqLen``, ``kDim`` and ``statTest`` are the network's for prefill. ``weightsGiB`` is what the weights take in a
+    cache, if known. Self-checks judge by ``statTest`` as far as a fleet's spec does not say otherwise. With ``golden``
+    they compare pods with these vectors, whatever other pods compute.
     """
 
     name: Annotated[ObjectName, Field(max_length=63)]
@@ -106,6 +114,7 @@ class Preset(_Document):
     seq_len: Annotated[int, Field(ge=1, le=1_048_576)] = Field(alias="seqLen")
     k_dim: Annotated[int, Field(ge=1, le=4096)] = Field(alias="kDim")
     weights_gib: Annotated[int, Field(ge=1, le=100_000)] | None = Field(default=None, alias="weightsGiB")
+    stat_test: PresetStatTest | None = Field(default=None, alias="statTest")
     golden: GoldenVectors | None = None
     args: tuple[Argument, ...] = ()
     gpus: Annotated[tuple[GpuEntry, ...], Field(min_length=1, max_length=64)]
@@ -212,8 +221,8 @@ class Refusal:
 class Resolved:
     """What the pods serve, and how. ``gpu_product`` is the value of the node label, None where any GPU will do.
 
-    ``nonces_per_minute`` is a published figure for one pod. ``reserve_bytes`` of each GPU are for chains of the decode
-    scheme.
+    ``nonces_per_minute`` is a published figure for one pod, ``stat_test`` what the preset has of it. ``reserve_bytes``
+    of each GPU are for chains of the decode scheme.
     """
 
     model: str
@@ -226,6 +235,7 @@ class Resolved:
     seq_len: int | None = None
     k_dim: int | None = None
     nonces_per_minute: int | None = None
+    stat_test: StatTest = field(default_factory=StatTest)
     golden: GoldenVectors | None = None
     reserve_bytes: int = 0
 
@@ -322,6 +332,7 @@ def _of_preset(spec: FleetSpec, preset: Preset, around: Surroundings, chosen: st
         seq_len=preset.seq_len,
         k_dim=preset.k_dim,
         nonces_per_minute=entry.nonces_per_minute,
+        stat_test=preset.stat_test or StatTest(),
         golden=preset.golden,
         reserve_bytes=reserve.bytes,
     )

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from poc_operator.apis.v1alpha1.validation import Thresholds
+from vllm_poc.wire.answers import ModelLimits
 from vllm_poc.wire.artifacts import decode_vector
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
-from vllm_poc.wire.messages import ArtifactParams
+from vllm_poc.wire.messages import DEFAULT_BATCH_SIZE, ArtifactParams
 from vllm_poc.wire.stat_test import p_value
 
 #: Block and key of all self-checks: SHA-256 of "vllm-poc-operator self-check", and a key that nobody has.
@@ -53,6 +54,12 @@ class Check:
             wait=True,
             beside_round=beside_round,
         )
+
+    def batch(self, model: ModelLimits) -> int:
+        """Return how many nonces a forward pass has that was not tuned; 0 if the pod does not tell its limits."""
+        fitting = min(model.max_batch_nonces, model.max_batch_tokens // self.seq_len)
+        # One nonce is computed in any case, unless earlier limits refuse it.
+        return min(self.nonces, DEFAULT_BATCH_SIZE, max(1, fitting)) if model.max_batch_tokens else 0
 
     def vectors(self, answer: GeneratedResponse | ValidatedResponse) -> Vectors:
         """Return what a pod answered. ValueError if it is no answer to the request."""
@@ -96,12 +103,14 @@ def is_incomplete(vectors: Vectors) -> bool:
 class Comparison:
     """How vectors compare with the reference: how many of ``total`` mismatch, and how likely that is for honest ones.
 
-    ``farthest`` is the largest L2 distance, and ``failed`` says that the network would call it fraud.
+    ``farthest`` is the largest L2 distance, ``threshold`` that beyond which two vectors mismatch, and ``failed`` says
+    that the network would call it fraud.
     """
 
     mismatches: int
     total: int
     farthest: float
+    threshold: float
     p_value: float
     failed: bool
 
@@ -116,6 +125,7 @@ def compare(vectors: Vectors, reference: Vectors, thresholds: Thresholds) -> Com
         mismatches=mismatches,
         total=len(both),
         farthest=max(distances, default=0.0),
+        threshold=thresholds.dist_threshold,
         p_value=probability,
         failed=probability < thresholds.p_value_threshold,
     )

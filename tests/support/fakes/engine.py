@@ -37,6 +37,7 @@ FACTS = ModelFacts(
     dtype="float32",
     kv_cache_dtype="auto",
     quantization="",
+    flags=["--enforce-eager"],
     findings=["PoC computes by a formula."],
     refusal=None,
 )

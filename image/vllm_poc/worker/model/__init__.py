@@ -3,6 +3,7 @@
 
     adapter        layers, attention's plan of a batch, the base model's forward pass on given inputs
     capabilities   what the configuration allows, and why it may forbid PoC
+    flags          what of its configuration may change results
     ranks          tensor and pipeline parallel ranks
     scratch        the KV cache that PoC writes instead of chat's, and the metadata that finds a batch in its blocks
     placement      which blocks of a cache the chains of the decode scheme have

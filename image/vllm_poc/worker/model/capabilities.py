@@ -16,6 +16,7 @@ from vllm_poc.maths.decode import PICKED_COORDINATES
 from vllm_poc.rpc import DecodeSetup, ModelFacts
 from vllm_poc.worker.model.adapter import ModelAdapter, takes_embeddings, token_embeddings, token_vocabulary
 from vllm_poc.worker.model.base_model import adapted_layers
+from vllm_poc.worker.model.flags import part, result_flags
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, SpeculativeConfig, VllmConfig
@@ -245,6 +246,7 @@ def model_facts(config: VllmConfig) -> ModelFacts:
         dtype=str(config.model_config.dtype).removeprefix("torch."),
         kv_cache_dtype=str(config.cache_config.cache_dtype),
         quantization=str(config.model_config.quantization or ""),
+        flags=result_flags(config),
         findings=[],
         refusal=None,
     )
@@ -316,7 +318,7 @@ def unproven(config: VllmConfig) -> str | None:
     if _model_type(config.model_config) not in _GLM_5_3:
         return None
     linear = dict(config.additional_config or {}).get("kda_prefill_backend")
-    if linear == "triton" and _part(config, "attention_config.sparse_mla_force_mqa"):
+    if linear == "triton" and part(config, "attention_config.sparse_mla_force_mqa"):
         return None
     return (
         "PoC's results of GLM-5.3 have been compared with those of vLLM's engine only for the attention that the "
@@ -332,7 +334,7 @@ def _model_type(kind: ModelConfig) -> str | None:
 def settings_refusal(config: object) -> str | None:
     """Return the sentence on the first of the `JUDGED` settings that has another value than those that are proven."""
     for setting in JUDGED:
-        value = _part(config, setting.path)
+        value = part(config, setting.path)
         if value is not None and not any(value == proven for proven in setting.proven):
             return setting.refusal.format(value=value)
     return None
@@ -342,7 +344,7 @@ def _drafts_refusal(speculative: SpeculativeConfig | None) -> str | None:
     method = getattr(speculative, "method", None)
     if method is None or method in _DRAFTS_WITHOUT_MODEL:
         return None
-    models = _part(speculative, "draft_model_config.hf_config.architectures") if method == "mtp" else None
+    models = part(speculative, "draft_model_config.hf_config.architectures") if method == "mtp" else None
     drafts = models[0] if isinstance(models, list) and models else method
     if drafts in _COMPARED_DRAFT_LAYERS:
         return None
@@ -383,13 +385,6 @@ def _adapters_refusal(model: nn.Module) -> str | None:
     if not unknown:
         return None
     return f"PoC is not proven beside adapters in {min(unknown)}: start vLLM without --enable-lora."
-
-
-def _part(config: object, path: str) -> object:
-    """Return a part of the configuration by the names that lead to it; None where the release has none."""
-    for name in path.split("."):
-        config = getattr(config, name, None)
-    return config
 
 
 def _cache_refusal(config: VllmConfig) -> str | None:

@@ -62,6 +62,12 @@ class FleetSpec(ApiModel):
             field_path=".parallelism",
         ),
         Rule(
+            rule="!has(self.gpu.product) || !has(self.model.path) || has(self.gpu.count)",
+            message="gpu.product needs gpu.count with model.path, or pods get no GPU: set gpu.count, or select "
+            "Kubernetes nodes by podTemplate.spec.nodeSelector instead",
+            field_path=".gpu",
+        ),
+        Rule(
             rule="!has(self.parallelism) || self.parallelism.tensor * self.parallelism.pipeline == "
             "(has(self.gpu.count) ? self.gpu.count : 1) * self.parallelism.kubernetesNodes",
             message="parallelism.tensor * parallelism.pipeline must be gpu.count (1 if it is not set) * "

@@ -107,7 +107,8 @@ class Gpu(ApiModel):
     """Value of the node label `nvidia.com/gpu.product`, such as `NVIDIA-H200`. Pods run only on such Kubernetes nodes.
     Without it, a preset takes the product of the cluster's Kubernetes nodes, if it knows exactly one of them."""
     count: Annotated[Int32, Field(ge=1, le=MAX_GPUS)] | None = None
-    """GPUs of each pod. Without it: as many as the preset has for the product, none with `model.path`."""
+    """GPUs of each pod. Without it: as many as the preset has for the product, none with `model.path`. There `product`
+    needs it."""
 
 
 class Parallelism(ApiModel):

@@ -62,7 +62,8 @@ class SelfCheck(ApiModel):
     k_dim: Annotated[Int32, Field(ge=1, le=8192)] | None = None
     """Numbers per vector. Without it: the preset's, else 12."""
     stat_test: StatTest = StatTest()
-    """When a pod counts as failed: as for proofs of a validation, with the same defaults."""
+    """When a pod counts as failed: as for proofs of a validation. What is left out here the preset says, else the
+    defaults."""
 
 
 class Healing(ApiModel):
@@ -110,8 +111,12 @@ class Fingerprint(ApiModel):
     """vLLM's name of the kernels for attention."""
     experts: str = ""
     """vLLM's name of the kernels for experts."""
+    flags: str = ""
+    """vLLM's further flags that may change results, as they took effect."""
+    batch: str = ""
+    """Nonces of the check that a forward pass has by vLLM's limits. One that the pod has tuned may have others."""
     details: str = ""
-    """More that tells servers apart, such as dtype and batch."""
+    """More that tells servers apart: dtype, KV cache, quantization, and whose forward pass it is."""
 
 
 class FleetPod(ApiModel):

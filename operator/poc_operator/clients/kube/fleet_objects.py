@@ -75,16 +75,19 @@ class FleetObjects:
 
     async def list_all(self, namespaces: Collection[str]) -> list[Object]:
         """Return all objects with a fleet's label in these namespaces; without any, in all."""
+        kinds = self.kinds
         lists = await asyncio.gather(
-            *(self._list(kind, namespace) for kind in self._kinds() for namespace in (namespaces or (None,)))
+            *(self._list(kind, namespace) for kind in kinds for namespace in (namespaces or (None,)))
         )
-        if GROUPS_KIND in self._known:
+        if GROUPS_KIND in kinds:
             # After the LeaderWorkerSets: what one of them tells to have seen to is to be seen here.
             lists += [await self._list("StatefulSet", one, _LEADERS) for one in (namespaces or (None,))]
         return [body for found in lists for body in found]
 
-    def _kinds(self) -> list[str]:
-        return [kind for kind in KINDS if kind not in _OPTIONAL or kind in self._known]
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds that are listed: those that every cluster has, and those that this one is known to have."""
+        return frozenset(KINDS.keys() - _OPTIONAL | self._known)
 
     async def pod_monitors(self) -> bool:
         """Return whether the cluster knows PodMonitors. They are listed from then on."""
@@ -95,14 +98,15 @@ class FleetObjects:
         return await self._knows(GROUPS_KIND)
 
     async def _knows(self, kind: str) -> bool:
-        self._known.discard(kind)
+        """Return whether the cluster knows a kind. Until it answers the kind is listed as before: what other fleets
+        have of it is not gone."""
         try:
             found = await self._request("GET", KINDS[kind][0])
         except (LookupError, StoreForbidden):
-            return False
-        if any(one["kind"] == kind for one in found.get("resources") or []):
-            self._known.add(kind)
-        return kind in self._known
+            found = {}
+        knows = any(one["kind"] == kind for one in found.get("resources") or [])
+        (self._known.add if knows else self._known.discard)(kind)
+        return knows
 
     async def _list(self, kind: str, namespace: str | None, selector: str = FLEET_LABEL) -> list[Object]:
         api, plural = KINDS[kind]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hack.generate.__main__ import KINDS
 from hack.generate.crds import spec_model
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.meta import Resource
 from poc_operator.apis.v1alpha1.round import MAX_SLOTS, PoCRound
 from tests.support.builders.specs import FULL, edges, specs
@@ -50,6 +51,19 @@ def test_a_secret_for_the_receiver_needs_its_address() -> None:
     assert admitted(PoCRound, without)[1] == [
         "spec: callbackSecretRef needs callbackURL: set it, or remove callbackSecretRef"
     ]
+
+
+def test_a_gpus_product_needs_a_number_where_no_preset_has_one() -> None:
+    """Or pods would wait for a Kubernetes node with such GPUs and get none of them."""
+    product = {"product": "NVIDIA-H200"}
+    (flaw,) = admitted(PoCFleet, {"model": {"path": "org/model"}, "gpu": product})[1]
+    assert flaw.startswith("spec: gpu.product needs gpu.count with model.path, or pods get no GPU: set gpu.count")
+    for model, gpu in (
+        ({"path": "org/model"}, {**product, "count": 1}),
+        ({"path": "org/model"}, {}),
+        ({"preset": "minimax-m2.7"}, product),
+    ):
+        assert admitted(PoCFleet, {"model": model, "gpu": gpu})[1] == []
 
 
 def test_a_round_has_no_more_slots_than_its_status_can_list() -> None:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.round import RoundSpec
-from poc_operator.apis.v1alpha1.validation import Proof, ValidationSpec
+from poc_operator.apis.v1alpha1.validation import Proof, StatTest, ValidationSpec
 from vllm_poc.wire.messages import Protocol
 
 COMMON: dict[str, Any] = {
@@ -82,6 +82,13 @@ def test_the_test_is_the_networks_unless_the_spec_has_other_numbers() -> None:
     assert (distance.p_mismatch, distance.p_value_threshold) == (5e-4, 0.01)
     own = a_validation(artifact={}, statTest={"distThreshold": "0.75", "pMismatch": "0.2"}).thresholds
     assert (own.dist_threshold, own.p_mismatch, own.p_value_threshold) == (0.75, 0.2, 0.05)
+
+
+def test_a_statistical_test_goes_before_another_number_by_number() -> None:
+    spec, preset = StatTest(dist_threshold="0"), StatTest(dist_threshold="0.75", p_mismatch="0.2")
+    assert spec.before(preset) == StatTest(dist_threshold="0", p_mismatch="0.2")
+    assert StatTest().before(preset) == preset
+    assert preset.before(StatTest()) == preset
 
 
 def test_a_threshold_of_zero_is_taken_as_told() -> None:

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which Kubernetes nodes are asked for, and how often."""
+"""What fleets read of the cluster, and how often: their objects, GPU products, and Kubernetes nodes."""
 
 import asyncio
 from typing import Any, cast
 
+import pytest
+
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_KIND
 from poc_operator.clients.errors import StoreForbidden
 from poc_operator.controller.fleet_surroundings import (
     NODE_SECONDS,
     SURROUNDINGS_SECONDS,
+    FleetChildren,
     FleetOptions,
     FleetSurroundings,
 )
+from poc_operator.fleets.resolve import Refusal, resolve
 from poc_operator.observed import REVISION_LABEL, KubernetesNode, PodView
 from tests.unit.poc_operator.fleets.build import a_fleet
 
@@ -131,3 +136,53 @@ async def test_whoever_may_not_read_nodes_asks_only_now_and_then() -> None:
         now += later
         assert await around.nodes(a_fleet(status=ROLLING), pods) == {}
         assert len(nodes.asked) == asked
+
+
+class Products(Nodes):
+    """A cluster with one GPU product and no presets of its own; it counts how often it was asked."""
+
+    async def presets(self) -> list[Any]:
+        return []
+
+    async def products(self) -> list[str]:
+        self.asked.append("products")
+        return ["NVIDIA-H200"]
+
+
+@pytest.mark.parametrize("others", [[], [{}], [{"product": "NVIDIA-H200"}]])
+async def test_a_products_part_is_refused_whatever_other_fleets_there_are(others: list[Any]) -> None:
+    cluster, preset = Products(), {"preset": "minimax-m2.7"}
+    around = FleetSurroundings(cast(Any, cluster), FleetOptions(image="a"), lambda: 0.0)
+    for gpu in [*others, {"product": "H200"}]:
+        fleet = a_fleet(model=preset, gpu=gpu)
+        found = resolve(fleet.spec, await around.of(fleet))
+    assert isinstance(found, Refusal)
+    assert 'set gpu.product to "NVIDIA-H200"' in found.message
+    assert cluster.asked == ["products"]
+
+
+async def test_nobody_asks_for_products_for_a_path() -> None:
+    cluster = Products()
+    await FleetSurroundings(cast(Any, cluster), FleetOptions()).of(a_fleet(gpu={"product": "H200", "count": 1}))
+    assert not cluster.asked
+
+
+class Listed:
+    """A cluster that is found out to have LeaderWorkerSets."""
+
+    kinds = frozenset({"StatefulSet"})
+
+    async def list_all(self, namespaces: object) -> list[Any]:
+        labels = {FLEET_LABEL: "demo"}
+        return [
+            {"kind": kind, "metadata": {"namespace": "ns", "name": "demo", "labels": labels}} for kind in self.kinds
+        ]
+
+
+async def test_a_list_without_a_kind_that_the_cluster_has_is_no_list() -> None:
+    """As at the operator's start: the list for another fleet knew no LeaderWorkerSets, and is as new as can be."""
+    objects = Listed()
+    children = FleetChildren(cast(Any, objects), (), lambda: 0.0)
+    assert (await children.of("ns", "demo", 60.0)).keys() == {("StatefulSet", "demo")}
+    objects.kinds |= {GROUPS_KIND}
+    assert (await children.of("ns", "demo", 60.0)).keys() == {("StatefulSet", "demo"), (GROUPS_KIND, "demo")}

@@ -47,6 +47,8 @@ def body_of(name: str, **spec: Any) -> Body:  # noqa: ANN401
 class Cluster:
     """Objects and statuses of a few fleets; ``faults`` has what is raised, by what is asked."""
 
+    kinds = frozenset[str]()
+
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], Body] = {}
         self.statuses: dict[str, Body] = {}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a fleet's status says of its pods, whom it asks for a self-check, and whom it bars."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -11,6 +12,7 @@ import pytest
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, Fingerprint, FleetPod
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
+from poc_operator.apis.v1alpha1.validation import StatTest
 from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, check_pods, finding, with_bars
 from poc_operator.fleets.resolve import GoldenVectors, PresetError, Resolved, parse_preset
 from poc_operator.fleets.self_check import Vectors, packed
@@ -181,17 +183,24 @@ def test_pods_of_two_models_are_not_compared() -> None:
 
 def test_a_failed_pod_is_shown_beside_the_other() -> None:
     pods = [a_pod(number) for number in range(3)]
-    prints = [Fingerprint(gpu="H100", attention="FLASH_ATTN"), Fingerprint(gpu="H100", attention="TRITON_ATTN")]
+    prints = [
+        Fingerprint(gpu="H100", attention="FLASH_ATTN", flags="--block-size=16", batch="32 nonces"),
+        Fingerprint(gpu="H100", attention="TRITON_ATTN", flags="--enforce-eager", batch="8 nonces"),
+    ]
     answers = {f"u{n}": an_answer(pods[n], engine(1 if n < 2 else 2), fingerprint=prints[n == 2]) for n in range(3)}
     found = check_pods(fleet_of(), RESOLVED, pods, answers, NOW)
     assert results(found) == {"demo-0": "Passed", "demo-1": "Passed", "demo-2": "Failed"}
     assert message(found) == "its vectors are the reference"
     assert message(found, 1) == (
-        "0 of 32 nonces differ from those of pod demo-0 (p-value 1, largest distance 0): the network would accept it"
+        "0 of 32 nonces differ from those of pod demo-0 (p-value 1, largest distance 0, threshold 0.4): the "
+        "network would accept it"
     )
     said = message(found, 2)
     assert said.startswith("32 of 32 nonces differ from those of pod demo-0 (p-value 1e-32, largest distance 1.")
-    assert said.endswith("): the network would vote it out; its attention is TRITON_ATTN, not FLASH_ATTN")
+    assert said.endswith(
+        ", threshold 0.4): the network would vote it out; its attention is TRITON_ATTN, not FLASH_ATTN; "
+        "its flags are --enforce-eager, not --block-size=16; its batch is 8 nonces, not 32 nonces"
+    )
     told = finding(found)
     assert told is not None
     assert told[0] == "SelfCheckFailed"
@@ -262,6 +271,17 @@ def test_without_self_checks_nothing_is_asked_and_all_is_forgotten() -> None:
     assert message(off) == "it is not checked: selfCheck.enabled is false"
 
 
+def shifted(vectors: Vectors, distance: float) -> Vectors:
+    """Vectors so far away from these."""
+    return [[number + distance / math.sqrt(12) for number in vector or ()] for vector in vectors]
+
+
+def seen(fleet: PoCFleet) -> PoCFleet:
+    """The fleet once its spec has been planned by."""
+    status = fleet.status.model_copy(update={"observed_generation": fleet.metadata.generation})
+    return fleet.model_copy(update={"status": status})
+
+
 def golden(seed: int, nonces: int = 32) -> GoldenVectors:
     return GoldenVectors.model_validate({"seqLen": 256, "kDim": 12, "vectors": packed(engine(seed, nonces=nonces), 12)})
 
@@ -305,7 +325,7 @@ def test_a_preset_with_unfit_vectors_says_so(vectors: str) -> None:
 def test_another_threshold_or_a_corrected_preset_counts_at_once() -> None:
     """The pods have answered already, and would be asked again only after a day."""
     reference = engine(1)
-    off = tuple(tuple(number + 0.1 for number in vector or ()) for vector in reference)  # 0.35 away
+    off = shifted(reference, 0.35)
     pods = [a_pod(0), a_pod(1)]
     answers = {"u0": an_answer(pods[0], reference), "u1": an_answer(pods[1], off)}
     first = check_pods(fleet_of(), RESOLVED, pods, answers, NOW)
@@ -321,6 +341,41 @@ def test_another_threshold_or_a_corrected_preset_counts_at_once() -> None:
     assert results(failed) == {"demo-0": "Failed", "demo-1": "Failed"}
     mended = check_pods(after(fleet_of(), failed), right, pods, answers, NOW)
     assert results(mended) == {"demo-0": "Passed", "demo-1": "Passed"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "preset", "result", "threshold"),
+    [
+        ({}, {}, "Failed", "threshold 0.4"),
+        ({}, {"dist_threshold": "0.75"}, "Passed", "threshold 0.75"),
+        ({"distThreshold": "0.3"}, {"dist_threshold": "0.75"}, "Failed", "threshold 0.3"),
+        ({"pMismatch": "0.95"}, {"dist_threshold": "0.3"}, "Passed", "threshold 0.3"),
+    ],
+    ids=["default", "preset", "spec", "both"],
+)
+def test_pods_are_judged_by_the_test_of_the_spec_else_of_the_preset(
+    spec: dict[str, str], preset: dict[str, str], result: str, threshold: str
+) -> None:
+    pods = [a_pod(0), a_pod(1)]
+    answers = {"u0": an_answer(pods[0], engine(1)), "u1": an_answer(pods[1], shifted(engine(1), 0.5))}
+    resolved = replace(RESOLVED, stat_test=StatTest(**preset))
+    found = check_pods(fleet_of(statTest=spec), resolved, pods, answers, NOW)
+    assert results(found) == {"demo-0": "Passed", "demo-1": result}
+    assert threshold in message(found, 1)
+
+
+def test_another_test_of_a_preset_lets_a_pod_pass_at_once() -> None:
+    """As with a newer operator, or a ConfigMap that is corrected."""
+    pods = [a_pod(0), a_pod(1), a_pod(2)]
+    vectors = [engine(1), shifted(engine(1), 0.5), [None] * 32]
+    answers = {pod.uid: an_answer(pod, found) for pod, found in zip(pods, vectors, strict=True)}
+    first = check_pods(fleet_of(), RESOLVED, pods, answers, NOW)
+    assert results(first) == {"demo-0": "Passed", "demo-1": "Failed", "demo-2": "Failed"}
+    told = first.references[0].model_dump(mode="json")
+    wide = replace(RESOLVED, stat_test=StatTest(dist_threshold="0.75"))
+    found = check_pods(seen(fleet_of(first)), wide, pods, answers, NOW)
+    assert results(found) == {"demo-0": "Passed", "demo-1": "Passed", "demo-2": "Failed"}
+    assert found.references[0].model_dump(mode="json") == told
 
 
 def entry_of(pod: PodView, result: str, **fields: Any) -> FleetPod:  # noqa: ANN401

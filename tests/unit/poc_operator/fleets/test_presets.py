@@ -1,9 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Presets: those of the package, those of ConfigMaps, and what a wrong one says."""
 
+from fnmatch import fnmatchcase
+
 import pytest
 
-from poc_operator.fleets.resolve import Invalid, Preset, PresetError, packaged, parse_preset, with_config_maps
+from poc_gateway.node_api.job_results import NETWORK_DISTANCES
+from poc_operator.fleets.resolve import (
+    Invalid,
+    Preset,
+    PresetError,
+    PresetStatTest,
+    packaged,
+    parse_preset,
+    with_config_maps,
+)
+from vllm_poc.wire.messages import Protocol
 
 SMALL = """
 name: small
@@ -33,6 +45,13 @@ def test_the_figures_of_the_networks_models_are_the_published_ones(name: str) ->
     preset = packaged_preset(name)
     assert preset.revision
     assert (preset.seq_len, preset.k_dim) == (1024, 12)
+    assert preset.stat_test is not None
+    network = preset.stat_test.thresholds(Protocol.ARTIFACT)
+    # As the gateway judges by.
+    assert network.dist_threshold == next(
+        distance for pattern, distance in NETWORK_DISTANCES.items() if fnmatchcase(preset.model.lower(), pattern)
+    )
+    assert (network.p_mismatch, network.p_value_threshold) == (0.1, 0.05)
     figures = {gpu.product: (gpu.nonces_per_minute or 0) * 8 / gpu.count for gpu in preset.gpus}
     assert figures == PUBLISHED[name]
 
@@ -81,6 +100,9 @@ def test_without_a_number_the_entry_with_the_fewest_gpus_is_taken() -> None:
         ("tensor: 2", "tensor: 2, args: [--tensor_parallel_size=1]", "must not set --tensor_parallel_size=1"),
         ("tensor: 2", "tensor: 2, env: {VLLM_POC_OPEN: '1'}", "must not set VLLM_POC_OPEN"),
         ("tensor: 2", "tensor: 2, args: [max-model-len]", "gpus.0.args.0"),
+        ("kDim: 12", "kDim: 12\nstatTest: {distThreshold: 0.4}", "statTest.distThreshold: "),
+        ("kDim: 12", "kDim: 12\nstatTest: {pMismatch: '2'}", "must be a decimal above 0 and below 1 in quotes"),
+        ("kDim: 12", "kDim: 12\nstatTest: {distance: '0.4'}", "statTest.distance: Extra inputs"),
         ("name: small", "name: [", "it is no YAML"),
         ("name: small", "name: small\nrevision: 2024-13-01", "it is no YAML of a preset: month must be in 1..12"),
         ("name: small", "name: small\n2024-01-01: x", "it is no YAML of a preset: keys must be str"),
@@ -102,6 +124,12 @@ def test_presets_of_config_maps_come_beside_those_of_the_package() -> None:
     found = with_config_maps([("own", "small.yaml", SMALL)])
     assert found.keys() == {*packaged(), "small"}
     assert isinstance(found["small"], Preset)
+
+
+def test_a_preset_of_a_config_map_may_have_the_networks_test() -> None:
+    found = with_config_maps([("own", "small.yaml", SMALL + 'statTest: {distThreshold: "0.6"}\n')])["small"]
+    assert isinstance(found, Preset)
+    assert (found.stat_test, parse_preset(SMALL).stat_test) == (PresetStatTest(dist_threshold="0.6"), None)
 
 
 def test_a_wrong_preset_of_a_config_map_harms_no_other_and_says_where_it_is() -> None:

@@ -31,6 +31,7 @@ def test_a_preset_takes_the_product_of_the_cluster() -> None:
     assert (found.model, found.gpu_product, found.gpu_count) == ("MiniMaxAI/MiniMax-M2.7", "NVIDIA-H200", 2)
     assert (found.tensor, found.pipeline, found.nonces_per_minute) == (2, 1, 1728)
     assert "--max-num-seqs=608" in found.args
+    assert found.stat_test.dist_threshold == "0.75"
 
 
 def test_a_combination_that_a_preset_lacks_is_refused_with_the_nearest() -> None:

@@ -21,6 +21,7 @@ from poc_operator.fleets.self_check import (
     packed,
     unpacked,
 )
+from vllm_poc.wire.answers import ModelLimits
 from vllm_poc.wire.artifacts import encode_vector
 from vllm_poc.wire.generate import GeneratedResponse
 from vllm_poc.wire.messages import Protocol
@@ -198,3 +199,21 @@ def test_what_is_decided_stays_decided(engines: list[int], before: int, standing
     again = judge(votes, first.reference, THRESHOLDS, standing=0 if first.source else standing)
     assert again.source is None
     assert again.results == first.results
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "seq_len", "batch"),
+    [
+        (8192, 512, 1024, 8),
+        (32_768, 16, 1024, 16),
+        (131_072, 512, 1024, 32),
+        (131_072, 512, 64, 32),
+        (512, 16, 1024, 1),
+        (0, 0, 1024, 0),
+    ],
+    ids=["tokens", "sequences", "as asked for", "short", "too long", "unknown"],
+)
+def test_how_many_nonces_a_forward_pass_has(tokens: int, sequences: int, seq_len: int, batch: int) -> None:
+    check = Check(model="org/model", seq_len=seq_len, k_dim=K_DIM, nonces=100)
+    assert check.batch(ModelLimits(max_batch_tokens=tokens, max_batch_nonces=sequences)) == batch
+    assert check.request("org/model", beside_round=False).batch_size == 32
