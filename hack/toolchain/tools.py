@@ -14,6 +14,7 @@ from .common import UserError, cache, exclusive, run
 from .steps import step
 
 BUILD_LIMIT = 1800.0
+_KUBERNETES = "k8s.io/kubernetes"
 GO_FLAGS = ("-trimpath", "-buildvcs=false", "-mod=readonly")
 
 
@@ -27,6 +28,7 @@ class ToolSet:
     tags: str = ""  # build tags, with commas between them
     version_variable: str = ""  # where the tools expect their own version, if they cannot know it otherwise
     within: str = ""  # the tool set whose module they are in, if it is not one of their own
+    built_for: tuple[str, ...] = ()  # packages that expect the minor version of Kubernetes which the tools are for
 
     @property
     def module(self) -> Path:
@@ -45,23 +47,30 @@ class ToolSet:
     @property
     def version(self) -> str:
         """The pinned version of the main module."""
+        return self._version_of(self.main_module)
+
+    def _version_of(self, module: str) -> str:
         go_mod = self.module / "go.mod"
-        requirement = rf"^\s*(?:require )?{re.escape(self.main_module)} (v\S+)"
+        requirement = rf"^\s*(?:require )?{re.escape(module)} (v\S+)"
         pin = re.search(requirement, go_mod.read_text(), re.MULTILINE)
         if pin is None:
-            raise UserError(f"{go_mod} does not require {self.main_module}: add the requirement.")
+            raise UserError(f"{go_mod} does not require {module}: add the requirement.")
         return pin.group(1)
 
     @property
     def flags(self) -> tuple[str, ...]:
         """The flags of go build."""
         stamp = f" -X {self.version_variable}={self.version}" if self.version_variable else ""
+        if self.built_for:
+            major, minor, _ = self._version_of(_KUBERNETES).removeprefix("v").split(".", 2)
+            stamps = (f" -X {one}.k8sVersionMajor={major} -X {one}.k8sVersionMinor={minor}" for one in self.built_for)
+            stamp += "".join(stamps)
         tags = ("-tags", self.tags) if self.tags else ()
         return (*GO_FLAGS, *tags, "-ldflags", f"-s -w{stamp}")
 
 
 def _kubernetes(name: str) -> tuple[str, str]:
-    return name, f"k8s.io/kubernetes/cmd/{name}"
+    return name, f"{_KUBERNETES}/cmd/{name}"
 
 
 KUBERNETES_TOOLS = (
@@ -81,11 +90,13 @@ TOOL_SETS = (
         programs={"helm": "helm.sh/helm/v4/cmd/helm"},
         main_module="helm.sh/helm/v4",
         within="kubernetes",
+        # Without them it renders charts for Kubernetes 1.20, where it is told no other version.
+        built_for=("helm.sh/helm/v4/pkg/chart/common", "helm.sh/helm/v4/pkg/chart/v2/lint/rules"),
     ),
     ToolSet(
         name="kubernetes",
         programs={**dict(map(_kubernetes, KUBERNETES_TOOLS)), "coredns": "./coredns"},
-        main_module="k8s.io/kubernetes",
+        main_module=_KUBERNETES,
         version_variable="k8s.io/component-base/version.gitVersion",
     ),
     ToolSet(

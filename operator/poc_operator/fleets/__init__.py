@@ -8,6 +8,7 @@ module           decides
 ``merge``        what a strategic merge patch makes of the pods' template, and whether objects differ
 ``render``       all objects, as they should be
 ``groups``       replicas that span several Kubernetes nodes: their workers, and which leaders may be replaced
+``strangers``    which objects and pods with the fleet's name or label belong to others
 ``download``     what to do so that a model is in the cache before pods need it
 ``stages``       where each pod is on its way to serving
 ``progress``     whether a pod's engine gets anything done
@@ -15,6 +16,7 @@ module           decides
 ``self_check``   what pods compute for a self-check, and which of them computes something else
 ``checked_pods`` which pods are asked for a self-check, what the status says of them, and who is barred
 ``update``       which pods of an old revision are replaced now, and how far an update is
+``hold``         whether a new template waits before the StatefulSet may have it
 ``forecast``     what keeps pods from being replaced: work under way, and rounds that are near
 ``rollback``     which template has failed, what comes back instead, and what differs
 ``conditions``   what holds of the fleet

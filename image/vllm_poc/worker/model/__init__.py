@@ -2,6 +2,7 @@
 """All that reads vLLM's internals to know the served model. A new release of vLLM is met here and in ``passes``.
 
     adapter        layers, attention's plan of a batch, the base model's forward pass on given inputs
+    base_model     that model without what is chat's: adapters, the KV connector, statistics of experts
     capabilities   what the configuration allows, and why it may forbid PoC
     flags          what of its configuration may change results
     ranks          tensor and pipeline parallel ranks
