@@ -131,7 +131,7 @@ def has(config: object, path: str) -> bool:
 def test_the_release_has_all_settings_that_are_judged_and_its_defaults_are_proven(tmp_path: Path) -> None:
     """One that is called otherwise would count as off."""
     from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
-    from vllm_poc.worker.model.capabilities import JUDGED, settings_refusal  # noqa: PLC0415
+    from vllm_poc.worker.model.flags import JUDGED, settings_refusal  # noqa: PLC0415
 
     config, _ = build("OPTForCausalLM", tmp_path)
     assert settings_refusal(config) is None

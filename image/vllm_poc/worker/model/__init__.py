@@ -4,7 +4,7 @@
     adapter        layers, attention's plan of a batch, the base model's forward pass on given inputs
     base_model     that model without what is chat's: adapters, the KV connector, statistics of experts
     capabilities   what the configuration allows, and why it may forbid PoC
-    flags          what of its configuration may change results
+    flags          vLLM's flags: those with which PoC is not proven, and those that may change results
     ranks          tensor and pipeline parallel ranks
     scratch        the KV cache that PoC writes instead of chat's, and the metadata that finds a batch in its blocks
     placement      which blocks of a cache the chains of the decode scheme have

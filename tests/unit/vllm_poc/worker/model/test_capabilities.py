@@ -12,7 +12,8 @@ pytest.importorskip("vllm", reason="needs the worker environment: python3 -m hac
 
 from vllm.config.cache import CacheDType
 
-from vllm_poc.worker.model.capabilities import ATTENTION_BY_CACHE_DTYPE, JUDGED, attention_refusal, settings_refusal
+from vllm_poc.worker.model.capabilities import ATTENTION_BY_CACHE_DTYPE, attention_refusal
+from vllm_poc.worker.model.flags import JUDGED, settings_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
