@@ -262,7 +262,7 @@ def _judged(
 def _thresholds(fleet: PoCFleet, resolved: Resolved | None) -> Thresholds:
     """Return the numbers of the test: the spec's, else those that the preset has for the model, else the defaults."""
     preset = resolved.stat_test if resolved is not None else StatTest()
-    return fleet.spec.self_check.stat_test.before(preset).thresholds(Protocol.ARTIFACT)
+    return fleet.spec.self_check.stat_test.or_else(preset).thresholds(Protocol.ARTIFACT)
 
 
 def _is_reopened(fleet: PoCFleet, resolved: Resolved | None, view: _View, stored: SelfCheckReference | None) -> bool:
@@ -360,10 +360,8 @@ def with_bars(fleet: PoCFleet | None, pods: Iterable[PodView]) -> list[PodView]:
 
 
 def _with_bar(fleet: PoCFleet, pod: PodView, entry: FleetPod | None) -> PodView:
-    if pod.owner is not None and is_stranger(fleet.metadata.name, pod):
-        return replace(
-            pod, barred=f"self-check: it belongs to {keeper_of(pod)}, and the fleet checks its own pods alone"
-        )
+    if is_stranger(fleet.metadata.name, pod):
+        return replace(pod, barred=f"self-check: the fleet checks its own pods alone ({keeper_of(pod)})")
     if entry is None or entry.server != pod.server(pod.serving_port(fleet.spec.port)):
         return replace(pod, barred="self-check: it has yet to be asked")
     if entry.result == CheckResult.PASSED:

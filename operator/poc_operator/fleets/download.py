@@ -20,7 +20,7 @@ from typing import Any
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_upkeep import Download, DownloadState
 from poc_operator.apis.v1alpha1.meta import DOWNLOAD_LABEL
-from poc_operator.fleets.merge import PatchError, covers
+from poc_operator.fleets.merge import PatchError
 from poc_operator.fleets.render import CONTAINER, HASH, Object, claim_of, object_of, pod_template
 from poc_operator.fleets.resolve import Resolved, Surroundings
 from poc_operator.fleets.strangers import foreign
@@ -143,11 +143,9 @@ def _is_going(job: Mapping[str, Any]) -> bool:
 
 
 def _is_like(job: Mapping[str, Any], wanted: Object) -> bool:
-    """Whether a Job has the template that is wanted. Of one without a digest only what it has can be compared."""
+    """Whether a Job has the template that is wanted. One without a digest is of an older operator, and goes on."""
     digest = (job["metadata"].get("annotations") or {}).get(HASH)
-    if digest is None:
-        return covers(job["spec"]["template"], wanted["spec"]["template"])
-    return bool(digest == wanted["metadata"]["annotations"][HASH])
+    return digest is None or bool(digest == wanted["metadata"]["annotations"][HASH])
 
 
 def _ended(job: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:

@@ -5,7 +5,7 @@ Which pods of an old revision leave, and when, is in `poc_operator.fleets.update
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -18,12 +18,12 @@ from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_KIND
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, CheckPod, check_pods, finding
 from poc_operator.fleets.conditions import PodCounts, Verdict
-from poc_operator.fleets.download import DownloadSeen, DownloadStep, download, is_abandoned, job_name
+from poc_operator.fleets.download import DownloadSeen, download, is_abandoned, job_name
 from poc_operator.fleets.forecast import WorkOnPods
 from poc_operator.fleets.groups import HELD, partition_in, partition_of, with_partition
 from poc_operator.fleets.healing import Finding, Healed, faulty_gpus, heal
 from poc_operator.fleets.history import recorded
-from poc_operator.fleets.hold import held, what_waits_for
+from poc_operator.fleets.hold import behind_download, held, why_held
 from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.progress import Watched
 from poc_operator.fleets.render import Object, render, signed
@@ -144,12 +144,14 @@ class FleetStep:
 class _Wanted:
     """The objects that there should be now, those to delete, and what to record of the download of the model.
 
-    ``waits`` says what another template of the workload waits for; empty if there is none that waits.
+    ``asked`` is the workload that the spec asks for. ``held`` says for which round it keeps the template that it has;
+    empty if it may have the new one.
     """
 
     objects: Sequence[Object]
     download: Download | None
-    waits: str = ""
+    asked: Object
+    held: str
     delete: Sequence[Mapping[str, Any]] = ()
 
 
@@ -170,15 +172,13 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     if isinstance(wanted, Refusal):
         status = parts.status(wanted, fleet.status.download, fleet.status.update)
         return FleetStep(status=status, checks=checked.asks, evict=hung)
-    asked = _workload(wanted.objects) if not wanted.waits else None
+    asked = None if wanted.held else _workload(wanted.objects)
     apply = [body for body in _held(seen, _with_good_template(seen, wanted.objects)) if _differs(seen, body)]
-    update = plan_update(_update_seen(seen, asked, settled=seen.is_observed and _workload(apply) is None))
-    if wanted.waits:
-        update = replace(update, status=held(update.status, wanted.waits, fleet.spec.replicas), events=())
+    update = _update(seen, wanted, asked, settled=seen.is_observed and _workload(apply) is None)
     # One after the other: a hung pod is away as well.
     outdated = update.evict if seen.refused is None and not hung else ()
     return FleetStep(
-        status=parts.status(seen.refused, wanted.download, _told(seen, asked, update), waits=bool(wanted.waits)),
+        status=parts.status(seen.refused, wanted.download, _told(seen, asked, update)),
         delete=wanted.delete,
         apply=apply,
         needs_token=not fleet.spec.auth.open,
@@ -187,6 +187,15 @@ def plan(seen: FleetSnapshot) -> FleetStep:
         events=update.events,
         moves=update.moves or bool(update.evict),
     )
+
+
+def _update(seen: FleetSnapshot, wanted: _Wanted, asked: Object | None, *, settled: bool) -> UpdateStep:
+    """Return the next step of the update, or of the one before while the workload has yet to get its template."""
+    new = _update_seen(seen, wanted.asked, settled=settled)
+    if wanted.held:
+        return held(new, wanted.held)
+    step = plan_update(_update_seen(seen, asked, settled=settled))
+    return step if asked is not None else behind_download(new, step)
 
 
 def _workload(bodies: Sequence[Object]) -> Object | None:
@@ -299,24 +308,22 @@ def _wanted(seen: FleetSnapshot, resolved: Resolved) -> _Wanted | Refusal:
     kept = name if fleet.spec.cache.download else ""
     unwanted = [body for body in seen.objects.values() if is_abandoned(fleet, body, kept)]
     unwanted += [job] if job is not None and ahead.outdated else []
-    waits = _waits(seen, wanted, ahead)
-    now = [_as_it_is(seen, body) if waits and _is_workload(body) else body for body in wanted]
-    now = [body for body in now if not (ahead.holds and _is_workload(body))]
+    (asked,) = filter(_is_workload, wanted)
+    reason = "" if ahead.holds else why_held(_update_seen(seen, asked, settled=seen.is_observed))
+    now = [body for body in wanted if body is not asked]
+    if not ahead.holds:
+        now += _kept(seen, asked) if reason else [asked]
     jobs = [ahead.job] if ahead.job is not None else []
-    return _Wanted(objects=[*now, *jobs], download=ahead.record, waits=waits, delete=unwanted)
+    return _Wanted(objects=[*now, *jobs], download=ahead.record, asked=asked, held=reason, delete=unwanted)
 
 
-def _waits(seen: FleetSnapshot, wanted: Sequence[Object], ahead: DownloadStep) -> str:
-    asked = _workload(wanted)
-    if asked is None:
-        return ""
-    update = _update_seen(seen, asked, settled=seen.is_observed)
-    return what_waits_for(asked, seen.objects.get(key_of(asked)), update, downloads=ahead.holds)
-
-
-def _as_it_is(seen: FleetSnapshot, body: Object) -> Object:
-    """Return a workload with the template that it has."""
-    return with_template(body, template_of(seen.objects[key_of(body)]))
+def _kept(seen: FleetSnapshot, asked: Object) -> Sequence[Object]:
+    """Return a workload with the template that it has, if anything else of it is to change, as its replicas."""
+    found = seen.objects.get(key_of(asked))
+    if found is None:
+        return [asked]
+    kept = with_template(asked, template_of(found))
+    return [] if covers(found["spec"], kept["spec"]) else [kept]
 
 
 def _differs(seen: FleetSnapshot, wanted: Object) -> bool:
@@ -352,17 +359,13 @@ class _Parts:
     healed: Healed
     checked: CheckedPods
 
-    def status(
-        self, refusal: Refusal | None, ahead: Download | None, update: UpdateStatus, *, waits: bool = False
-    ) -> FleetStatus:
-        """Return the status to record; ``refusal`` says why the fleet cannot be as its spec wants it.
-
-        ``waits`` says that the StatefulSet does not have the template yet that the spec asks for.
-        """
+    def status(self, refusal: Refusal | None, ahead: Download | None, update: UpdateStatus) -> FleetStatus:
+        """Return the status to record; ``refusal`` says why the fleet cannot be as its spec wants it."""
         seen, resolved, fleet, old = self.seen, self.resolved, self.seen.fleet, self.seen.fleet.status
         told = (seen.stateful_set or {}).get("status") or {}
         newest = str(told.get("updateRevision") or old.update_revision)
         pods = seen.staying
+        waits = update.phase is UpdatePhase.WAITING  # nothing has the template yet that the spec asks for
         outdated = [pod for pod in pods if waits or (newest and pod.revision not in ("", newest))]
         counts = PodCounts(
             replicas=fleet.spec.replicas,

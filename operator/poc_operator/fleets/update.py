@@ -122,9 +122,9 @@ def failed_as(old: UpdateStatus, digest: str, *, checks_pods: bool) -> FailedUpd
 def _on_its_way(seen: UpdateSeen, old: UpdateStatus) -> UpdateStatus:
     """Return the status while Kubernetes has yet to see what is wanted: another template is no complete update."""
     is_other = old.digest not in ("", seen.digest) and bool(seen.newest)
-    if not is_other or old.phase in UNDER_WAY or failed_as(old, seen.digest, checks_pods=seen.checks_pods):
+    if not is_other or failed_as(old, seen.digest, checks_pods=seen.checks_pods):
         return old
-    return old.model_copy(update={"phase": UpdatePhase.ROLLING, "message": "the new template is being applied"})
+    return old.model_copy(update={"phase": UpdatePhase.WAITING, "message": "the new template is being applied"})
 
 
 def with_revision(seen: UpdateSeen) -> Sequence[PodView]:

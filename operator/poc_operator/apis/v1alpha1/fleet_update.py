@@ -18,6 +18,7 @@ class UpdatePhase(StrEnum):
     """How far an update is."""
 
     COMPLETE = "Complete"
+    WAITING = "Waiting"
     CANARY = "Canary"
     ROLLING = "Rolling"
     STOPPED = "Stopped"
@@ -66,13 +67,14 @@ class UpdateStatus(ApiModel):
     """How far the newest revision is on its way to all pods."""
 
     phase: Annotated[UpdatePhase, Open()] = UpdatePhase.COMPLETE
-    """Canary: one pod gets the newest revision and proves it. Rolling: the others follow. Stopped: one of these failed,
-    and no other pod is replaced until it works. Complete: all pods have the newest revision. Failed: the canary failed,
-    and the fleet went back to the last good revision."""
+    """Waiting: a new template waits for a round or for the download of its model. Canary: one pod gets the newest
+    revision and proves it. Rolling: the others follow. Stopped: one of these failed, and no other pod is replaced until
+    it works. Complete: all pods have the newest revision. Failed: the canary failed, and the fleet went back to the
+    last good revision."""
     message: Message = ""
     """What the update does or waits for, in one sentence."""
     digest: str = ""
-    """Digest of the pods' template that the spec asks for."""
+    """Digest of the pods' template that the update is about."""
     canary: str = ""
     """Name of the pod that was replaced first."""
     canary_time: datetime | None = None

@@ -117,7 +117,7 @@ class StatTest(ApiModel):
     """A p-value below it is fraud. Default: 0.05 in the artifact protocol as on the chain, 0.01 in the others.
     The network's nodes judge by 0.01, since they do not read the chain's value."""
 
-    def before(self, other: "StatTest") -> "StatTest":
+    def or_else(self, other: "StatTest") -> "StatTest":
         """Return the test with the numbers of the other one where this has none."""
         return StatTest(**{**other.model_dump(exclude_none=True), **self.model_dump(exclude_none=True)})
 

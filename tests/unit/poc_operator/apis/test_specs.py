@@ -86,9 +86,9 @@ def test_the_test_is_the_networks_unless_the_spec_has_other_numbers() -> None:
 
 def test_a_statistical_test_goes_before_another_number_by_number() -> None:
     spec, preset = StatTest(dist_threshold="0"), StatTest(dist_threshold="0.75", p_mismatch="0.2")
-    assert spec.before(preset) == StatTest(dist_threshold="0", p_mismatch="0.2")
-    assert StatTest().before(preset) == preset
-    assert preset.before(StatTest()) == preset
+    assert spec.or_else(preset) == StatTest(dist_threshold="0", p_mismatch="0.2")
+    assert StatTest().or_else(preset) == preset
+    assert preset.or_else(StatTest()) == preset
 
 
 def test_a_threshold_of_zero_is_taken_as_told() -> None:

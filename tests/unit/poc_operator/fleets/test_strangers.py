@@ -149,5 +149,5 @@ def test_pods_of_others_take_no_part_in_self_checks_and_no_slot_where_there_are_
     step = look(fleet, [replace(of(OWN, a_pod(0)), ip="10.0.0.1"), stranger])
     assert [one.pod.name for one in step.checks] == ["demo-0"]
     (barred,) = with_bars(fleet, [stranger])
-    assert barred.barred == "self-check: it belongs to ReplicaSet chat-5d8, and the fleet checks its own pods alone"
+    assert barred.barred == "self-check: the fleet checks its own pods alone (ReplicaSet chat-5d8)"
     assert with_bars(a_fleet(), [stranger])[0].barred == ""
