@@ -85,8 +85,8 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.OBJECT_CONFLICT: Explanation(
         "Stalled=True, Degraded=True, Event",
-        "An object that the fleet needs exists and does not belong to it, or pods of others have the fleet's label. The "
-        "fleet leaves both alone.",
+        "An object that the fleet needs exists and does not belong to it, or pods of others have the fleet's label. "
+        "The fleet leaves both alone.",
         "Delete that object, or give the fleet another name. Take the label `poc.gonka.ai/fleet` from pods of others.",
         _FLEET,
     ),

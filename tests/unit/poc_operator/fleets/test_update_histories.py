@@ -483,7 +483,7 @@ def test_no_pod_leaves_for_a_template_that_nobody_asks_for_any_more() -> None:
 
 
 def test_pods_that_cannot_start_hold_nothing() -> None:
-    """One pod that finds no room and has no slot: what mends the template must not wait for a round that waits for it."""
+    """One pod finds no room, and has no slot. What mends the template must not wait for a round that waits for it."""
     world = World({"paused": False, "strategy": "BetweenRounds", "maxUnavailable": 1, "canary": True}, {}, replicas=1)
     for _ in range(8):
         world.turn()
