@@ -16,7 +16,6 @@ module           decides
 ``self_check``   what pods compute for a self-check, and which of them computes something else
 ``checked_pods`` which pods are asked for a self-check, what the status says of them, and who is barred
 ``update``       which pods of an old revision are replaced now, and how far an update is
-``hold``         whether a new template waits before the StatefulSet may have it
 ``forecast``     what keeps pods from being replaced: work under way, and rounds that are near
 ``rollback``     which template has failed, what comes back instead, and what differs
 ``conditions``   what holds of the fleet

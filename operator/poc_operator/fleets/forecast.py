@@ -40,7 +40,7 @@ from itertools import pairwise
 from typing import Any, Self
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
-from poc_operator.apis.v1alpha1.fleet_update import MAX_ROUNDS, FleetRound, UpdateStatus
+from poc_operator.apis.v1alpha1.fleet_update import MAX_ROUNDS, FleetRound
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, NETWORK_ORIGIN, ORIGIN_LABEL
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.status import is_over
@@ -142,23 +142,6 @@ def remembered(known: Sequence[FleetRound], work: Iterable[WorkOnPods], now: dat
 def _was_begun(known: FleetRound) -> bool:
     """Whether the status says that a pod has begun it. Older operators wrote nothing, and the object itself tells."""
     return known.started and "started" in known.model_fields_set
-
-
-def remembering(
-    old: UpdateStatus,
-    pods: Sequence[PodView],
-    newest: str,
-    work: Sequence[WorkOnPods],
-    now: datetime,
-    limit: int,
-) -> UpdateStatus:
-    """Return the status with the rounds that there are now, and how long pods of the ``newest`` revision take to start.
-
-    While there are none, it is how long the others took. ``limit`` are seconds: of the start of a pod.
-    """
-    updated = [pod for pod in pods if pod.revision == newest]
-    seconds = startup_seconds(updated, 0, limit) or startup_seconds(pods, min(old.startup_seconds, limit), limit)
-    return old.model_copy(update={"rounds": remembered(old.rounds, work, now), "startup_seconds": seconds})
 
 
 def startup_seconds(pods: Sequence[PodView], known: int, limit: int) -> int:

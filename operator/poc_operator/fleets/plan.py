@@ -5,7 +5,7 @@ Which pods of an old revision leave, and when, is in `poc_operator.fleets.update
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,6 @@ from poc_operator.fleets.forecast import WorkOnPods
 from poc_operator.fleets.groups import HELD, partition_in, partition_of, with_partition
 from poc_operator.fleets.healing import Finding, Healed, faulty_gpus, heal
 from poc_operator.fleets.history import recorded
-from poc_operator.fleets.hold import behind_download, held, why_held
 from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.progress import Watched
 from poc_operator.fleets.render import Object, render, signed
@@ -144,14 +143,12 @@ class FleetStep:
 class _Wanted:
     """The objects that there should be now, those to delete, and what to record of the download of the model.
 
-    ``asked`` is the workload that the spec asks for. ``held`` says for which round it keeps the template that it has;
-    empty if it may have the new one.
+    ``asked`` is the workload that the spec asks for, which is none of the objects while its model is downloaded.
     """
 
     objects: Sequence[Object]
     download: Download | None
     asked: Object
-    held: str
     delete: Sequence[Mapping[str, Any]] = ()
 
 
@@ -172,7 +169,7 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     if isinstance(wanted, Refusal):
         status = parts.status(wanted, fleet.status.download, fleet.status.update)
         return FleetStep(status=status, checks=checked.asks, evict=hung)
-    asked = None if wanted.held else _workload(wanted.objects)
+    asked = _workload(wanted.objects)
     apply = [body for body in _held(seen, _with_good_template(seen, wanted.objects)) if _differs(seen, body)]
     update = _update(seen, wanted, asked, settled=seen.is_observed and _workload(apply) is None)
     # One after the other: a hung pod is away as well.
@@ -190,12 +187,17 @@ def plan(seen: FleetSnapshot) -> FleetStep:
 
 
 def _update(seen: FleetSnapshot, wanted: _Wanted, asked: Object | None, *, settled: bool) -> UpdateStep:
-    """Return the next step of the update, or of the one before while the workload has yet to get its template."""
-    new = _update_seen(seen, wanted.asked, settled=settled)
-    if wanted.held:
-        return held(new, wanted.held)
+    """Return the next step of the update, or of the one before while a new template waits for its model.
+
+    The end of that one is not the end of the new one.
+    """
     step = plan_update(_update_seen(seen, asked, settled=settled))
-    return step if asked is not None else behind_download(new, step)
+    if asked is not None or step.status.phase not in (UpdatePhase.COMPLETE, UpdatePhase.WAITING):
+        return step
+    if step.status.digest in ("", digest_of(wanted.asked)):
+        return step
+    message = f"0 of {seen.fleet.spec.replicas} pods are updated; waiting for the download of the model"
+    return replace(step, status=step.status.model_copy(update={"phase": UpdatePhase.WAITING, "message": message}))
 
 
 def _workload(bodies: Sequence[Object]) -> Object | None:
@@ -309,21 +311,9 @@ def _wanted(seen: FleetSnapshot, resolved: Resolved) -> _Wanted | Refusal:
     unwanted = [body for body in seen.objects.values() if is_abandoned(fleet, body, kept)]
     unwanted += [job] if job is not None and ahead.outdated else []
     (asked,) = filter(_is_workload, wanted)
-    reason = "" if ahead.holds else why_held(_update_seen(seen, asked, settled=seen.is_observed))
-    now = [body for body in wanted if body is not asked]
-    if not ahead.holds:
-        now += _kept(seen, asked) if reason else [asked]
+    now = [body for body in wanted if not (ahead.holds and body is asked)]
     jobs = [ahead.job] if ahead.job is not None else []
-    return _Wanted(objects=[*now, *jobs], download=ahead.record, asked=asked, held=reason, delete=unwanted)
-
-
-def _kept(seen: FleetSnapshot, asked: Object) -> Sequence[Object]:
-    """Return a workload with the template that it has, if anything else of it is to change, as its replicas."""
-    found = seen.objects.get(key_of(asked))
-    if found is None:
-        return [asked]
-    kept = with_template(asked, template_of(found))
-    return [] if covers(found["spec"], kept["spec"]) else [kept]
+    return _Wanted(objects=[*now, *jobs], download=ahead.record, asked=asked, delete=unwanted)
 
 
 def _differs(seen: FleetSnapshot, wanted: Object) -> bool:

@@ -37,14 +37,14 @@ from poc_operator.apis.v1alpha1.fleet_update import MAX_FAILED, FailedUpdate, Up
 from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod, Update, UpdateStrategy
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CANNOT_CHECK
-from poc_operator.fleets.forecast import WorkOnPods, blocker, remembering, replacement_seconds
+from poc_operator.fleets.forecast import WorkOnPods, blocker, remembered, replacement_seconds, startup_seconds
 from poc_operator.fleets.stages import Nodes, in_order, is_hopeless, node_fault, ordinal_of, why_not_running
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import WorkEvent
 
 #: So many pods are named in a message.
 _NAMED = 3
-UNDER_WAY = (UpdatePhase.CANARY, UpdatePhase.ROLLING, UpdatePhase.STOPPED)
+_UNDER_WAY = (UpdatePhase.CANARY, UpdatePhase.ROLLING, UpdatePhase.STOPPED)
 _IF_MEANT = "; if the change is meant, set selfCheck.enabled to false until all pods have it"
 _OVERRIDE = " (update.strategy Immediate does not wait)"
 
@@ -121,37 +121,36 @@ def failed_as(old: UpdateStatus, digest: str, *, checks_pods: bool) -> FailedUpd
 
 def _on_its_way(seen: UpdateSeen, old: UpdateStatus) -> UpdateStatus:
     """Return the status while Kubernetes has yet to see what is wanted: another template is no complete update."""
-    is_other = old.digest not in ("", seen.digest) and bool(seen.newest)
+    is_other = old.digest not in ("", seen.digest) and bool(seen.newest) and old.phase is UpdatePhase.COMPLETE
     if not is_other or failed_as(old, seen.digest, checks_pods=seen.checks_pods):
         return old
     return old.model_copy(update={"phase": UpdatePhase.WAITING, "message": "the new template is being applied"})
 
 
-def with_revision(seen: UpdateSeen) -> Sequence[PodView]:
-    """Return the pods that stay, without those that were made by hand, which a StatefulSet has adopted."""
-    return [pod for pod in seen.pods if pod.stays and pod.revision and pod.uid not in seen.evicted]
-
-
-def with_override(reason: str) -> str:
-    """Return what an update waits for, and how it could go on without, if it is no round."""
-    return f"{reason}{'' if reason.startswith('the end') else _OVERRIDE}"
-
-
 def plan_update(seen: UpdateSeen) -> UpdateStep:
     """Return the update's next step."""
-    pods = with_revision(seen)
-    old = remembering(seen.old, pods, seen.newest, seen.work, seen.now, seen.startup_limit)
-    view = View(seen, old, pods)
+    # A pod without a revision was made by hand, and its StatefulSet has adopted it.
+    pods = [pod for pod in seen.pods if pod.stays and pod.revision and pod.uid not in seen.evicted]
+    updated = [pod for pod in pods if pod.revision == seen.newest]
+    limit = seen.startup_limit
+    old = seen.old.model_copy(
+        update={
+            "rounds": remembered(seen.old.rounds, seen.work, seen.now),
+            "startup_seconds": startup_seconds(updated, 0, limit)
+            or startup_seconds(pods, min(seen.old.startup_seconds, limit), limit),
+        }
+    )
+    view = _View(seen, old, pods)
     if not seen.newest or not seen.settled:
         return UpdateStep(status=_on_its_way(seen, old), moves=True)
     if view.failed is not None and not view.works_after_all:
         return _after_failure(view, view.failed)
     if view.failed is not None:
-        view = View(seen, view.forgiven, pods)
+        view = _View(seen, view.forgiven, pods)
     return _begun(view) if view.outdated else _without_old_pods(view)
 
 
-class View:
+class _View:
     """What is seen, in the words of an update. ``pods`` are those that stay."""
 
     def __init__(self, seen: UpdateSeen, old: UpdateStatus, pods: Sequence[PodView]) -> None:
@@ -210,12 +209,10 @@ class View:
     @cached_property
     def blocker(self) -> str | None:
         """What pods that could work wait for before they may be replaced."""
-        return self.wait_of(self.outdated) if self.seen.spec.strategy is not UpdateStrategy.IMMEDIATE else None
-
-    def wait_of(self, pods: Sequence[PodView]) -> str | None:
-        """Return what pods wait for before they may be replaced between rounds."""
+        if self.seen.spec.strategy is UpdateStrategy.IMMEDIATE:
+            return None
         need = replacement_seconds(self.old.startup_seconds, limit=self.seen.startup_limit, grace=self.seen.grace)
-        return blocker(self.old.rounds, self.seen.work, pods, self.seen.now, need)
+        return blocker(self.old.rounds, self.seen.work, self.outdated, self.seen.now, need)
 
     @cached_property
     def slots(self) -> frozenset[str]:
@@ -358,7 +355,7 @@ class View:
         if chosen:
             return f"replacing {', '.join(one.pod.name for one in chosen[:_NAMED])}"
         if self.blocker is not None:
-            return f"waiting for {with_override(self.blocker)}"
+            return f"waiting for {self.blocker}{'' if self.blocker.startswith('the end') else _OVERRIDE}"
         if self.outdated and not free:
             return next(self.seen.busy[pod.uid] for pod in self.outdated if pod.uid in self.seen.busy)
         return self.waiting_for_pods()
@@ -390,7 +387,7 @@ class View:
         return self.old.model_copy(update=change)
 
 
-def _without_old_pods(view: View) -> UpdateStep:
+def _without_old_pods(view: _View) -> UpdateStep:
     """Note that all pods have the newest revision, once they are all available."""
     seen, old = view.seen, view.old
     if old.phase is UpdatePhase.CANARY:
@@ -400,7 +397,7 @@ def _without_old_pods(view: View) -> UpdateStep:
         told = step.events
     else:
         told = ()
-    running = old.phase in UNDER_WAY
+    running = old.phase in _UNDER_WAY
     complete = len(view.pods) == seen.replicas and not view.away
     if running and not complete:
         message = view.progress(view.waiting_for_pods())
@@ -413,7 +410,7 @@ def _without_old_pods(view: View) -> UpdateStep:
     return UpdateStep(status=status, events=[*told, done] if running else [])
 
 
-def _begun(view: View) -> UpdateStep:
+def _begun(view: _View) -> UpdateStep:
     """Go on with an update, or begin one."""
     seen, old = view.seen, view.old
     if seen.spec.strategy is UpdateStrategy.NEVER:
@@ -421,7 +418,7 @@ def _begun(view: View) -> UpdateStep:
         told = view.status(UpdatePhase.ROLLING, f"{count}: delete them when no round runs")
         # Another strategy begins the update, with its canary.
         return UpdateStep(status=told.model_copy(update={"digest": ""}))
-    goes_on = old.digest == seen.digest and old.phase in UNDER_WAY
+    goes_on = old.digest == seen.digest and old.phase in _UNDER_WAY
     events = () if goes_on else [_started(view)]
     first = seen.spec.canary and seen.newest != old.good_revision
     is_canary = old.phase is UpdatePhase.CANARY if goes_on else first
@@ -431,12 +428,12 @@ def _begun(view: View) -> UpdateStep:
     return _rolling(view, events)
 
 
-def _started(view: View) -> WorkEvent:
+def _started(view: _View) -> WorkEvent:
     message = f"{len(view.outdated)} of {len(view.pods)} pods are to get revision {view.seen.newest}"
     return WorkEvent(reason=Reason.UPDATE_STARTED, message=message)
 
 
-def _canary(view: View, events: Sequence[WorkEvent]) -> UpdateStep:
+def _canary(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
     """Replace one pod, and wait until it has passed or failed."""
     view.note_canary()
     why = view.why_any_failed() or view.why_late()
@@ -456,7 +453,7 @@ def _canary(view: View, events: Sequence[WorkEvent]) -> UpdateStep:
     return UpdateStep(status=status, evict=chosen, events=events)
 
 
-def _rolling(view: View, events: Sequence[WorkEvent]) -> UpdateStep:
+def _rolling(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
     """Replace as many pods as may be away, unless one of the new ones has failed."""
     why = view.why_any_failed() if view.seen.newest != view.old.good_revision else None
     if why is not None:
@@ -466,7 +463,7 @@ def _rolling(view: View, events: Sequence[WorkEvent]) -> UpdateStep:
     return UpdateStep(status=view.status(UpdatePhase.ROLLING, view.progress(doing)), evict=chosen, events=events)
 
 
-def _failing(view: View, why: str, events: Sequence[WorkEvent]) -> UpdateStep:
+def _failing(view: _View, why: str, events: Sequence[WorkEvent]) -> UpdateStep:
     """Record that the template has failed; the next plan goes back to the last good revision."""
     seen, good = view.seen, view.old.good_revision
     back = f"going back to revision {good}" if good else "there is no earlier revision that was good: correct the spec"
@@ -480,7 +477,7 @@ def _failing(view: View, why: str, events: Sequence[WorkEvent]) -> UpdateStep:
     return UpdateStep(status=status, events=[*events, told], moves=True)
 
 
-def _after_failure(view: View, failure: FailedUpdate) -> UpdateStep:
+def _after_failure(view: _View, failure: FailedUpdate) -> UpdateStep:
     """Replace what has the failed template, or another that is not the good one."""
     good = view.old.good_revision
     said = f"revision {failure.revision} failed: {failure.message}"

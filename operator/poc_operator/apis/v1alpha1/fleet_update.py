@@ -67,7 +67,7 @@ class UpdateStatus(ApiModel):
     """How far the newest revision is on its way to all pods."""
 
     phase: Annotated[UpdatePhase, Open()] = UpdatePhase.COMPLETE
-    """Waiting: a new template waits for a round or for the download of its model. Canary: one pod gets the newest
+    """Waiting: a new template is being applied, or waits for the download of its model. Canary: one pod gets the newest
     revision and proves it. Rolling: the others follow. Stopped: one of these failed, and no other pod is replaced until
     it works. Complete: all pods have the newest revision. Failed: the canary failed, and the fleet went back to the
     last good revision."""
