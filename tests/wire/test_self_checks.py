@@ -103,6 +103,7 @@ async def world() -> AsyncIterator[World]:
             may_act=lambda: found.acts,
             clients=client,
             judged=lambda pod: found.judged.append(pod.name),
+            gone=lambda _: None,
         )
         found = World(stack, kept, cluster, cache, free_port())
         stack.push_async_callback(kept.stop)

@@ -70,18 +70,23 @@ def labels_of(fleet: PoCFleet, stateful_set: Mapping[str, Any] | None, pods: Ite
 
 
 class Evictor:
-    """Evicts pods of one fleet. ``clock`` returns seconds of any monotonic clock."""
+    """Evicts pods of one fleet. ``clock`` returns seconds of any monotonic clock.
+
+    ``gone`` is told of a pod that the watch still has, and that does not exist any more.
+    """
 
     def __init__(
         self,
         store: ObjectStore,
         clients: ClientOf,
         log: ObjectLogger,
+        gone: Callable[[PodView], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._clients = clients
         self._log = log
+        self._gone = gone
         self._clock = clock
         self._busy: dict[str, tuple[str, float]] = {}  # by the pods' uids: why, and until when
         self._evicted: dict[str, tuple[str, float]] = {}  # by the pods' uids: the name, and until when it counts
@@ -158,7 +163,10 @@ class Evictor:
         except StoreForbidden as error:
             return f"pod {pod.name} cannot be evicted ({error}): install the chart with fleets.enabled=true"
         except StaleObject:
-            return None  # another pod has its name by now
+            found = await self._store.pod(pod.namespace, pod.name)
+            if found is None or found.uid != pod.uid:  # a watch that has begun anew has no word of its end
+                self._gone(pod)
+            return None
         self._evicted[pod.uid] = (pod.name, self._clock() + EVICTED_SECONDS)
         self._log.log(logging.INFO, "pod %s is evicted", pod.name)
         return None

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -105,20 +105,22 @@ class Fleets:
         may_act: Callable[[], bool],
         clients: ClientOf,
         judged: Callable[[PodView], None],
+        gone: Callable[[PodView], None],
         events: EventPoster | None = None,
         health: FleetHealth | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``clients`` is for self-checks, and asks pods whether they compute before they are evicted.
 
-        ``judged`` is told of each pod of which a check has found something else. Without ``health`` nobody looks
-        whether pods get on.
+        ``judged`` is told of each pod of which a check has found something else, and ``gone`` of each that the watch
+        still has and that does not exist any more. Without ``health`` nobody looks whether pods get on.
         """
         self._store = store
         self._health = health
         self._objects = objects
         self._clients = clients
         self._judged = judged
+        self._gone = gone
         self._checks = asyncio.Semaphore(CHECKS)
         self._pods = pods
         self._metrics = metrics
@@ -131,6 +133,11 @@ class Fleets:
         self._around = FleetSurroundings(objects, options, clock)
         self._loops: dict[str, _Loop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def selectors(self) -> Iterable[tuple[str, LabelSelector]]:
+        """Namespace and selector of the pods of each fleet."""
+        return [(loop.ref.namespace, fleet_selector(loop.ref.name)) for loop in self._loops.values()]
 
     def changed(self, body: Body) -> None:
         """Begin to keep a fleet, or let its loop see what changed."""
@@ -229,7 +236,7 @@ class Fleets:
         )
         wake = asyncio.Event()
         checks = SelfChecks(self._clients, wake=wake, shared=self._checks, may_act=self._may_act, log=logger)
-        evictor = Evictor(self._store, self._clients, logger, self._clock)
+        evictor = Evictor(self._store, self._clients, logger, self._gone, self._clock)
         self._loops[uid] = loop = _Loop(
             ref=ref, body=body, failures=failures, evictor=evictor, log=logger, wake=wake, checks=checks
         )

@@ -93,7 +93,11 @@ CHECK_SECONDS = 60.0
 
 
 class StaleWatchCheck:
-    """Compares lists with what the watches told. ``reconciled`` returns the uids of the objects that have a loop."""
+    """Compares lists with what the watches told. ``reconciled`` returns the uids of the objects that have a loop.
+
+    ``fleets`` returns namespace and selector of the pods of each fleet, which keeps them also while no object has work
+    for them.
+    """
 
     def __init__(
         self,
@@ -102,6 +106,7 @@ class StaleWatchCheck:
         pods: PodCache,
         reconciled: Callable[[], Collection[str]],
         gone: Callable[[PodView], None],
+        fleets: Callable[[], Iterable[tuple[str, LabelSelector]]],
     ) -> None:
         """``gone`` is told of each pod that the watch still has and that does not exist any more."""
         self._store = store
@@ -109,6 +114,7 @@ class StaleWatchCheck:
         self._pods = pods
         self._reconciled = reconciled
         self._gone = gone
+        self._fleets = fleets
         self._differences: set[Hashable] = set()
         #: What the watches have missed; empty while they work.
         self.missed: list[str] = []
@@ -122,6 +128,8 @@ class StaleWatchCheck:
                 if not work.finished and "deletionTimestamp" not in body["metadata"]:
                     found |= self._loop_of(kind, work)
                     selected[work.namespace][str(work.selector)] = work.selector  # many rounds may select the same pods
+        for namespace, selector in self._fleets():
+            selected[namespace][str(selector)] = selector
         for namespace, selectors in selected.items():
             found |= await self._pods_of(namespace, list(selectors.values()))
         self.missed = [text for difference, text in found.items() if difference in self._differences]

@@ -8,12 +8,13 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, Self
 from uuid import uuid4
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.apis.v1alpha1.status import is_finished
 from poc_operator.clients.errors import StaleObject, StoreError, StoreForbidden, StoreUnavailable
 from poc_operator.clients.gateway import GatewayClient
@@ -137,6 +138,7 @@ class Manager:
                 may_act=lambda: self.lease.held,
                 clients=self._ask_clients,
                 judged=self._wake_work_on,
+                gone=self.pod_deleted,
                 events=events,
                 health=FleetHealth(self._poll_clients, strangers=strangers),
             )
@@ -166,7 +168,9 @@ class Manager:
             clock=time.monotonic,
         )
         kinds = [kind.resource for kind in PLANNERS]
-        self._watches = StaleWatchCheck(store, kinds, self._pods, self._reconcilers.keys, self.pod_deleted)
+        self._watches = StaleWatchCheck(
+            store, kinds, self._pods, self._reconcilers.keys, self.pod_deleted, self._fleets_selectors
+        )
 
     @classmethod
     async def create(
@@ -341,6 +345,9 @@ class Manager:
     def _wake_fleet_of(self, pod: PodView) -> None:
         if self.fleets is not None:
             self.fleets.pod_changed(pod)
+
+    def _fleets_selectors(self) -> Iterable[tuple[str, LabelSelector]]:
+        return self.fleets.selectors if self.fleets is not None else ()
 
     async def check_watches(self, namespaces: Collection[str]) -> None:
         """Compare the watches with lists, for ever."""

@@ -54,12 +54,17 @@ class Store:
     bodies: dict[str, list[Any]] = field(default_factory=dict)
     fault: Exception | None = None
     evicted: list[str] = field(default_factory=list)
+    found: PodView | None = None
 
     async def list_bodies(self, resource: Any, namespaces: list[str]) -> list[Any]:  # noqa: ANN401
         assert namespaces == ["ns"]
         if isinstance(self.fault, StoreUnavailable) and not isinstance(self.fault, EvictionRefused | StoreForbidden):
             raise self.fault
         return self.bodies.get(resource.KIND.kind, [])
+
+    async def pod(self, namespace: str, name: str) -> PodView | None:
+        assert (namespace, name) == (POD.namespace, POD.name)
+        return self.found
 
     async def evict_pod(self, pod: PodView) -> None:
         if self.fault is not None:
@@ -91,10 +96,13 @@ class Clock:
         return self.now
 
 
-def an_evictor(store: Store, state: PowState | None = PowState.IDLE) -> tuple[Evictor, Clock]:
+def an_evictor(
+    store: Store, state: PowState | None = PowState.IDLE, *, gone: list[str] | None = None
+) -> tuple[Evictor, Clock]:
     clock = Clock()
     log = ObjectLogger(logging.getLogger("test"), PoCFleet.KIND, ObjectRef("ns", "demo", "uid"))
-    return Evictor(cast(Any, store), cast(Any, Pods(state)), log, clock), clock
+    told = gone if gone is not None else []
+    return Evictor(cast(Any, store), cast(Any, Pods(state)), log, lambda pod: told.append(pod.uid), clock), clock
 
 
 @pytest.mark.parametrize(
@@ -156,10 +164,19 @@ async def test_an_eviction_that_is_refused_is_told(fault: Exception, says: str) 
     assert (evictor.busy, evictor.evicted) == ({"u1": says}, frozenset())
 
 
-async def test_a_pod_that_was_replaced_meanwhile_is_no_trouble_and_an_absent_api_server_is() -> None:
-    evictor, _ = an_evictor(Store(fault=StaleObject("another uid")))
+@pytest.mark.parametrize(("found", "gone"), [(None, ["u1"]), ("u2", ["u1"]), ("u1", [])])
+async def test_a_pod_that_the_watch_still_has_is_forgotten_once_its_eviction_shows_its_end(
+    found: str | None, gone: list[str]
+) -> None:
+    told = list[str]()
+    store = Store(fault=StaleObject("another uid"))
+    store.found = replace(POD, uid=found) if found is not None else None
+    evictor, _ = an_evictor(store, gone=told)
     await evictor.evict(a_fleet(), [Eviction(POD, Spares.WORK)], LABELS)
-    assert (evictor.busy, evictor.evicted) == ({}, frozenset())
+    assert (told, evictor.busy, evictor.evicted) == (gone, {}, frozenset())
+
+
+async def test_an_absent_api_server_is_told() -> None:
     evictor, _ = an_evictor(Store(fault=StoreUnavailable("away")))
     with pytest.raises(StoreUnavailable):
         await evictor.evict(a_fleet(), [Eviction(POD, Spares.WORK)], LABELS)

@@ -158,6 +158,7 @@ async def kept(cluster: Cluster) -> AsyncIterator[Fleets]:
         may_act=lambda: True,
         clients=cast(Any, None),  # there are no pods to be asked
         judged=lambda _: None,
+        gone=lambda _: None,
     )
     yield found
     await found.stop()
@@ -351,6 +352,7 @@ async def kept_with_a_hung_pod(cluster: Cluster, monkeypatch: pytest.MonkeyPatch
         may_act=lambda: True,
         clients=cast(Any, None),  # the pod has no address to be asked at
         judged=lambda _: None,
+        gone=lambda _: None,
         events=fake,
         health=health,
     )

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from poc_operator.apis.v1alpha1.meta import LabelSelector
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, LabelSelector, fleet_selector
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.status import State
 from poc_operator.clients.kube.objects import ObjectStore
@@ -54,7 +54,10 @@ class Watched:
         for pod in told:
             self.cache.put(pod)
         self.gone: list[str] = []
-        self._check = StaleWatchCheck(cast(ObjectStore, self.lists), [PoCRound], self.cache, lambda: driven, self._end)
+        self.fleets: list[tuple[str, LabelSelector]] = []
+        self._check = StaleWatchCheck(
+            cast(ObjectStore, self.lists), [PoCRound], self.cache, lambda: driven, self._end, lambda: self.fleets
+        )
 
     def _end(self, pod: PodView) -> None:
         self.gone.append(pod.uid)
@@ -125,3 +128,14 @@ async def test_a_round_that_nobody_reconciles() -> None:
     assert await watched.missed() == ["PoCRound ns/r is not reconciled"]
     watched.lists.rounds = [a_round(RoundStatus(state=State.COMPLETE))]
     assert await watched.missed() == []
+
+
+async def test_a_fleets_pods_are_looked_at_also_while_no_round_selects_them() -> None:
+    """Its update would wait for ever for a pod of which the watch has missed the end."""
+    pod = dataclasses.replace(a_pod("a"), labels={FLEET_LABEL: "demo"})
+    watched = Watched(told=[pod])
+    assert await watched.missed() == []
+    assert watched.gone == [], "no round selects it"
+    watched.fleets.append((pod.namespace, fleet_selector("demo")))
+    assert await watched.missed() == []
+    assert watched.gone == [pod.uid]
