@@ -78,7 +78,7 @@ async def until(read: Callable[[], Any], holds: Callable[[Any], bool], seconds: 
     """Read until it is as wanted, and return it."""
     end = monotonic() + seconds
     while not holds(found := read()):
-        assert monotonic() < end, str(found)[:2000]
+        assert monotonic() < end, str(found)[-6000:]
         await asyncio.sleep(0.2)
     return found
 

@@ -162,11 +162,12 @@ class Evictor:
             return f"waiting to evict pod {pod.name}: {error}"
         except StoreForbidden as error:
             return f"pod {pod.name} cannot be evicted ({error}): install the chart with fleets.enabled=true"
-        except StaleObject:
+        except StaleObject as error:
             found = await self._store.pod(pod.namespace, pod.name)
             if found is None or found.uid != pod.uid:  # a watch that has begun anew has no word of its end
                 self._gone(pod)
-            return None
+                return None
+            return f"waiting to evict pod {pod.name}: {error}"
         self._evicted[pod.uid] = (pod.name, self._clock() + EVICTED_SECONDS)
         self._log.log(logging.INFO, "pod %s is evicted", pod.name)
         return None
