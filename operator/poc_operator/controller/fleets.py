@@ -283,6 +283,8 @@ class Fleets:
                     "API server: %s; trying again",
                     error,
                 )
+                if isinstance(error, StaleObject):
+                    await self._read_anew(loop)
             except Exception as error:
                 await loop.failures.failed(error, int(loop.body["metadata"]["generation"]))
                 await loop.failures.pause()
@@ -291,6 +293,13 @@ class Fleets:
                 async with asyncio.timeout(pause):
                     await loop.wake.wait()
             await asyncio.sleep(GATHER_SECONDS)
+
+    async def _read_anew(self, loop: _Loop) -> None:
+        """Let a loop see its fleet as the API server has it: a watch may be late, or have missed a change."""
+        with contextlib.suppress(StoreError):
+            for body in await self._store.list_bodies(PoCFleet, [loop.ref.namespace]):
+                if body["metadata"]["uid"] == loop.ref.uid:
+                    self.changed(body)
 
     async def _turn(self, loop: _Loop) -> float:
         """Bring the fleet's objects to what they should be, as far as they differ. Return the seconds to rest."""

@@ -250,6 +250,17 @@ async def test_an_api_server_that_is_away_is_asked_again(
     assert not cluster.internal
 
 
+async def test_a_fleet_of_which_a_watch_has_missed_a_change_is_read_anew(cluster: Cluster, kept: Fleets) -> None:
+    """Its status cannot be written over that of a newer version, which the watch may never tell of."""
+    newer = body_of("demo", replicas=7)
+    newer["metadata"] |= {"resourceVersion": "9", "generation": 2}
+    cluster.bodies, cluster.faults["status demo"] = [newer], StaleObject("changed")
+    kept.changed(body_of("demo", replicas=2))
+    await asyncio.sleep(0.2)
+    cluster.faults.clear()
+    await until(lambda: cluster.statuses.get("demo", {}).get("ready") == "0/7")
+
+
 async def test_what_is_as_it_should_be_is_not_applied_again(cluster: Cluster, kept: Fleets) -> None:
     kept.changed(body_of("demo"))
     await until(lambda: cluster.reason("demo"))
