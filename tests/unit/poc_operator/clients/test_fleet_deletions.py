@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from kubernetes.aio import client
 
 from poc_operator.clients.errors import StoreForbidden, StoreUnavailable
 from poc_operator.clients.kube.fleet_objects import FleetObjects
+from tests.support.fakes.kube_api import answering
 
 JOB = {"kind": "Job", "metadata": {"namespace": "ns", "name": "demo-download-1", "uid": "u"}}
 
@@ -28,16 +28,9 @@ class Api:
 
 @pytest.fixture
 async def api() -> AsyncIterator[tuple[Api, FleetObjects]]:
-    api, app = Api(), web.Application()
-    app.router.add_route("*", "/{path:.*}", api.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    host = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    connection = client.ApiClient(client.Configuration(host=host))
-    yield api, FleetObjects(connection, "poc-system")
-    await connection.close()  # type: ignore[no-untyped-call]
-    await runner.cleanup()
+    api = Api()
+    async with answering(api.answer) as connection:
+        yield api, FleetObjects(connection, "poc-system")
 
 
 async def test_an_object_is_deleted_with_its_pods_and_no_other_of_its_name(api: tuple[Api, FleetObjects]) -> None:

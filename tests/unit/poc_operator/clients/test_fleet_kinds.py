@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
-from kubernetes.aio import client
 
 from poc_operator.apis.v1alpha1.meta import GROUPS_API_VERSION, GROUPS_KIND
 from poc_operator.clients.errors import StoreUnavailable
 from poc_operator.clients.kube.fleet_objects import FleetObjects
+from tests.support.fakes.kube_api import answering
 
 DISCOVERY = f"/apis/{GROUPS_API_VERSION}"
 
@@ -39,16 +39,9 @@ def api() -> Api:
 
 @pytest.fixture
 async def objects(api: Api) -> AsyncIterator[FleetObjects]:
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", api.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    connection = client.ApiClient(client.Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}"))
-    yield FleetObjects(connection, "ns")
-    api.answers.set()
-    await connection.close()  # type: ignore[no-untyped-call]
-    await runner.cleanup()
+    async with answering(api.answer) as connection:
+        yield FleetObjects(connection, "ns")
+        api.answers.set()
 
 
 async def listed(objects: FleetObjects) -> list[str]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from kubernetes.aio import client
 
 from poc_operator.apis.v1alpha1.meta import LabelSelector
 from poc_operator.clients.errors import ObjectInvalid, StaleObject, StoreForbidden, StoreUnavailable, UnreadableObject
 from poc_operator.clients.kube.labelled_rounds import LabelledRounds
+from tests.support.fakes.kube_api import answering
 from tests.unit.poc_operator.build import a_round
 
 ROUNDS = "/apis/poc.gonka.ai/v1alpha1/namespaces/ns/pocrounds"
@@ -56,15 +56,9 @@ def _made(name: str) -> dict[str, Any]:
 
 @pytest.fixture
 async def api() -> AsyncIterator[tuple[Api, LabelledRounds]]:
-    api, app = Api(), web.Application()
-    app.router.add_route("*", "/{path:.*}", api.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    connection = client.ApiClient(client.Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}"))
-    yield api, LabelledRounds(connection, "ns", {"poc.gonka.ai/origin": "network"})
-    await connection.close()  # type: ignore[no-untyped-call]
-    await runner.cleanup()
+    api = Api()
+    async with answering(api.answer) as connection:
+        yield api, LabelledRounds(connection, "ns", {"poc.gonka.ai/origin": "network"})
 
 
 async def test_what_is_sent(api: tuple[Api, LabelledRounds]) -> None:

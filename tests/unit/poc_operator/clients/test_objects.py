@@ -29,6 +29,7 @@ from poc_operator.clients.errors import (
 )
 from poc_operator.clients.kube.objects import PAGE_OBJECTS, PAGE_PODS, ObjectStore, merge_patch
 from poc_operator.rounds.plan import plan
+from tests.support.fakes.kube_api import answering
 from tests.unit.poc_operator.build import NOW, a_calibration, a_pod, a_round, a_validation, look, says
 
 API = "/apis/poc.gonka.ai/v1alpha1/namespaces/ns"
@@ -91,16 +92,11 @@ def body_of(work: PoCRound | PoCValidation | PoCCalibration) -> dict[str, Any]:
 
 @pytest.fixture
 async def api() -> AsyncIterator[tuple[Api, ObjectStore]]:
-    api, app = Api(), web.Application()
-    app.router.add_route("*", "/{path:.*}", api.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    host = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    store = ObjectStore(client.ApiClient(client.Configuration(host=host)))
-    yield api, store
-    await store.close()
-    await runner.cleanup()
+    api = Api()
+    async with answering(api.answer) as connection:
+        store = ObjectStore(connection)
+        yield api, store
+        await store.close()
 
 
 @pytest.mark.parametrize("work", [a_round(), a_validation(), a_calibration()], ids=lambda work: work.KIND.kind)
