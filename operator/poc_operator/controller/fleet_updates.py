@@ -17,7 +17,7 @@ from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.clients.errors import EvictionRefused, PodError, StaleObject, StoreForbidden
-from poc_operator.clients.kube.objects import ObjectStore
+from poc_operator.clients.kube.objects import ObjectStore, is_gone
 from poc_operator.clients.pods.client import ClientOf, base_url
 from poc_operator.controller.logs import ObjectLogger
 from poc_operator.fleets.forecast import WorkOnPods
@@ -163,8 +163,7 @@ class Evictor:
         except StoreForbidden as error:
             return f"pod {pod.name} cannot be evicted ({error}): install the chart with fleets.enabled=true"
         except StaleObject as error:
-            found = await self._store.pod(pod.namespace, pod.name)
-            if found is None or found.uid != pod.uid:  # a watch that has begun anew has no word of its end
+            if await is_gone(self._store, pod):  # a watch that has begun anew has no word of its end
                 self._gone(pod)
                 return None
             return f"waiting to evict pod {pod.name}: {error}"

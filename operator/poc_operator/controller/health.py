@@ -25,7 +25,7 @@ from typing import Any
 from aiohttp import web
 
 from poc_operator.apis.v1alpha1.meta import LabelSelector
-from poc_operator.clients.kube.objects import ObjectStore
+from poc_operator.clients.kube.objects import ObjectStore, is_gone
 from poc_operator.controller.observing import PodCache
 from poc_operator.controller.untold_pods import FEW
 from poc_operator.observed import PodView
@@ -166,8 +166,7 @@ class StaleWatchCheck:
         for pod in before:
             if pod.uid in uids or not self._pods.knows(pod.uid):
                 continue
-            found = await self._store.pod(namespace, pod.name)
-            if found is None or found.uid != pod.uid:  # another may have its name by now
+            if await is_gone(self._store, pod):
                 self._gone(pod)
         return listed
 

@@ -235,6 +235,12 @@ class ObjectStore:
                 raise
 
 
+async def is_gone(store: ObjectStore, pod: PodView) -> bool:
+    """Whether a pod of which a watch has told does not exist any more; another may have its name by now."""
+    found = await store.pod(pod.namespace, pod.name)
+    return found is None or found.uid != pod.uid
+
+
 def _token(secret: str, data: Mapping[str, str | bytes]) -> str:
     if not data.get("token"):
         raise ValueError(f'Secret "{secret}" has no key "token", or an empty one: set it')
