@@ -8,7 +8,7 @@ from pathlib import Path
 from hack.toolchain.durations import estimate
 
 #: Seconds that a run takes on two idle cores, from nothing and with all tools; docs/benchmarks.md has the measurements.
-_COLD_SECONDS, _WARM_SECONDS = 890.0, 122.0
+_COLD_SECONDS, _WARM_SECONDS = 570.0, 70.0
 _PORT = 8080
 
 
@@ -20,10 +20,11 @@ def introduction(missing: Sequence[str]) -> str:
     # Each build was timed beside others, so all of them take less than their sum.
     builds = sum(estimate(name) or 0.0 for name in missing)
     minutes = round(min(_WARM_SECONDS + builds, _COLD_SECONDS) / 60)
+    time = f"some {minutes} minutes" if minutes > 1 else "about a minute"
     build = f"build {', '.join(missing)} from source" if missing else "nothing to build: the tools are there"
     return "\n".join(
         (
-            f"The demo takes some {minutes} minutes on two cores:",
+            f"The demo takes {time} on two cores:",
             f"  1. {build}",
             "  2. start a cluster of one Kubernetes node, which nothing outside of this machine can reach",
             "  3. install the operator and the gateway, and start a fleet of two vLLM pods on the CPU",

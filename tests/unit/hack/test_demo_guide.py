@@ -19,10 +19,10 @@ STEPS = next_steps(
 
 def test_the_demo_says_how_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POC_HOME", str(tmp_path))  # nothing has run there yet
-    assert "some 15 minutes" in introduction(["kubernetes", "helm"])
-    assert "some 3 minutes" in introduction(["etcd"])
+    assert "some 10 minutes" in introduction(["kubernetes", "helm"])
+    assert "some 2 minutes" in introduction(["etcd"])
     assert "build kubernetes, helm from source" in introduction(["kubernetes", "helm"])
-    assert "some 2 minutes" in introduction([])
+    assert "takes about a minute on" in introduction([])
     assert "from source" not in introduction([])
 
 
