@@ -183,7 +183,8 @@ def plan(seen: FleetSnapshot) -> FleetStep:
         checks=checked.asks,
         evict=(*hung, *outdated),
         events=update.events,
-        moves=update.moves or bool(update.evict),
+        # No watch tells when a budget allows an eviction again, or a pod has done the work of others.
+        moves=update.moves or bool(update.evict) or bool(seen.busy),
     )
 
 

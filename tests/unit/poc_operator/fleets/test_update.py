@@ -232,6 +232,8 @@ def test_what_was_found_before_an_eviction_is_said() -> None:
     step = look(fleet_of(), FOUR, busy=every)
     assert not step.evict
     assert "waiting for pod demo-" in step.status.message
+    # No watch tells when they may be evicted.
+    assert step.moves
 
 
 def test_why_the_api_server_evicts_nobody_is_said_while_it_is_asked_again() -> None:
