@@ -46,6 +46,7 @@ STOP_SECONDS = 30.0
 #: pods are replaced one by one.
 END_SECONDS = 60.0 if not MINUTES else 900.0
 PODS = 10
+GRACE_SECONDS = 1
 NAME = "rolling"
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(60 * MINUTES + 60 * TRIES + 1500, func_only=True)]
@@ -116,7 +117,7 @@ async def simulation(api: ApiServer, folder: Path, **spec: Any) -> AsyncIterator
             "port": server.port,
             "auth": {"open": True},
             "callbackAllow": ["*"],
-            "podTemplate": {"spec": {"terminationGracePeriodSeconds": 0}},
+            "podTemplate": {"spec": {"terminationGracePeriodSeconds": GRACE_SECONDS}},
             **spec,
         }
         assert api.create("PoCFleet", NAME, fleet)[0] == 201

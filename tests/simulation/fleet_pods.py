@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated pods of PoCFleets beside an API server without a kubelet and without kwok, and verdicts of a self-check.
 
-A pod that was created becomes ready at an address of its own. What runs in it is the simulated kubelet's.
+A pod that was created gets a Kubernetes node, and becomes ready at an address of its own. One that was deleted ends
+with its grace period. What runs in it is the simulated kubelet's.
+
+Pods that end at once would hold up later evictions. A budget remembers the names of evicted pods until its controller
+has seen them end. One that sees only the next pod of the name counts it as away, for two minutes.
 """
 
 import asyncio
@@ -9,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from itertools import count
+from time import monotonic
 from typing import Any
 
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
@@ -16,6 +21,7 @@ from poc_operator.observed import REVISION_LABEL
 from tests.support.servers.api_server import ApiServer
 
 PODS = "/api/v1/namespaces/default/pods"
+NODE = "simulated"
 FLEETS = "/apis/poc.gonka.ai/v1alpha1/namespaces/default/pocfleets"
 PAUSE_SECONDS = 0.1
 
@@ -35,13 +41,16 @@ def is_ready(pod: Body) -> bool:
 
 @asynccontextmanager
 async def becoming_ready(api: ApiServer, fleet: str) -> AsyncIterator[None]:
-    """Let each pod of a fleet become ready soon after it was created, until the block ends."""
+    """Let each pod of a fleet become ready soon after it was created, and end once deleted, until the block ends."""
     addresses = (f"127.2.{number // 250}.{number % 250 + 1}" for number in count())
+    ending: dict[str, float] = {}  # since when pods are on their way out, by uid
 
     async def run() -> None:
         while True:
             for pod in await asyncio.to_thread(pods_of, api, fleet):
-                if not is_ready(pod):
+                if "deletionTimestamp" in pod["metadata"]:
+                    await asyncio.to_thread(_end, api, pod, ending)
+                elif not is_ready(pod):
                     await asyncio.to_thread(_become_ready, api, pod, next(addresses))
             await asyncio.sleep(PAUSE_SECONDS)
 
@@ -49,18 +58,31 @@ async def becoming_ready(api: ApiServer, fleet: str) -> AsyncIterator[None]:
         yield
 
 
+def _end(api: ApiServer, pod: Body, ending: dict[str, float]) -> None:
+    """End a pod whose grace period is over."""
+    metadata = pod["metadata"]
+    since = ending.setdefault(metadata["uid"], monotonic())
+    if monotonic() - since >= metadata["deletionGracePeriodSeconds"]:
+        options = {"gracePeriodSeconds": 0, "preconditions": {"uid": metadata["uid"]}}
+        api.request("DELETE", f"{PODS}/{metadata['name']}", options)
+
+
 def _become_ready(api: ApiServer, pod: Body, address: str) -> None:
+    name = pod["metadata"]["name"]
+    # The API server lets a pod without a Kubernetes node end at once.
+    api.request("POST", f"{PODS}/{name}/binding", {"metadata": {"name": name}, "target": {"name": NODE}})
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     container: Body = {"name": "vllm", "ready": True, "started": True, "restartCount": 0, "image": "a", "imageID": "b"}
     container |= {"containerID": f"simulated://{pod['metadata']['uid']}", "state": {"running": {"startedAt": now}}}
     status = {
         "phase": "Running",
+        "startTime": now,
         "podIP": address,
         "podIPs": [{"ip": address}],
         "conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": now}],
         "containerStatuses": [container],
     }
-    api.request("PATCH", f"{PODS}/{pod['metadata']['name']}/status", {"status": status})
+    api.request("PATCH", f"{PODS}/{name}/status", {"status": status})
 
 
 @asynccontextmanager

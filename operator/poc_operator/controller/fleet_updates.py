@@ -3,7 +3,8 @@
 
 A plan has seen no work before it lets a pod go. Rounds may be created meanwhile, and the watch may tell of them late.
 So the API server is asked once more, and the pod too: it may compute for somebody else. What is found then is
-remembered for some seconds, and the next plan says it.
+remembered for some seconds, and the next plan says it. What the API server has refused is said also while it is asked
+again.
 """
 
 import logging
@@ -30,6 +31,8 @@ from vllm_poc.wire.answers import PowState
 BUSY_SECONDS = 3.0
 #: Seconds for which an evicted pod counts as away, whatever the watch tells.
 EVICTED_SECONDS = 30.0
+#: Seconds for which a refusal by the API server is told: it is asked again much sooner.
+REFUSED_SECONDS = 30.0
 
 Labels = Sequence[Mapping[str, str]]
 
@@ -89,6 +92,7 @@ class Evictor:
         self._gone = gone
         self._clock = clock
         self._busy: dict[str, tuple[str, float]] = {}  # by the pods' uids: why, and until when
+        self._refused: dict[str, tuple[str, float]] = {}  # by the pods' uids: why, and until when it is told
         self._evicted: dict[str, tuple[str, float]] = {}  # by the pods' uids: the name, and until when it counts
 
     @property
@@ -97,6 +101,13 @@ class Evictor:
         now = self._clock()
         self._busy = {uid: one for uid, one in self._busy.items() if now < one[1]}
         return {uid: why for uid, (why, _) in self._busy.items()}
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """Why the API server did not evict pods last time, by their uids: it may be asked again by now."""
+        now = self._clock()
+        self._refused = {uid: one for uid, one in self._refused.items() if now < one[1]}
+        return {uid: why for uid, (why, _) in self._refused.items()}
 
     @property
     def evicted(self) -> frozenset[str]:
@@ -121,9 +132,22 @@ class Evictor:
         """
         for eviction in evictions:
             # Each time anew: what came before took its time.
-            why = await self._needed(fleet, eviction, labels) or await self._evict(eviction.pod)
+            why = await self._needed(fleet, eviction, labels)
+            if why is None:
+                why = await self._evict(eviction.pod)
+                self._note(eviction.pod, why)
             if why is not None:
                 self._busy[eviction.pod.uid] = (why, self._clock() + BUSY_SECONDS)
+
+    def _note(self, pod: PodView, refusal: str | None) -> None:
+        """Remember why the API server does not evict a pod, and log it once: a budget may refuse for minutes."""
+        known = self.refused.get(pod.uid)
+        self._refused.pop(pod.uid, None)
+        if refusal is None:
+            return
+        self._refused[pod.uid] = (refusal, self._clock() + REFUSED_SECONDS)
+        if refusal != known:
+            self._log.log(logging.INFO, "%s", refusal)
 
     async def _needed(self, fleet: PoCFleet, eviction: Eviction, labels: Labels) -> str | None:
         """Say what needs the pod after all; None if nothing does."""

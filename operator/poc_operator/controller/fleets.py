@@ -378,6 +378,7 @@ class Fleets:
             download=await self._download(fleet),
             work=self._work.on(fleet, labels_of(fleet, objects.get(("StatefulSet", name)), own)),
             busy=loop.evictor.busy,
+            unevicted=loop.evictor.refused,
             evicted=loop.evictor.evicted,
             evicted_names=loop.evictor.evicted_names,
             good_template=await self._good_template(loop, fleet),

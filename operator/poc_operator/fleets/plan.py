@@ -60,8 +60,8 @@ class FleetSnapshot:
 
     ``health`` is what was seen of the pods' engines, ``gpu_errors`` what their GPUs tell of errors, and ``answers``
     are those to self-checks, each by the pods' uids. ``download`` is what is seen of the download that is under way.
-    ``work`` are the objects that select the fleet's pods. ``busy`` and ``evicted`` are of `UpdateSeen`,
-    and ``evicted_names`` are the names of the latter. ``nodes`` are Kubernetes nodes of pods that are not ready.
+    ``work`` are the objects that select the fleet's pods. ``busy``, ``unevicted`` and ``evicted`` are of `UpdateSeen`,
+    and ``evicted_names`` are the names of the last. ``nodes`` are Kubernetes nodes of pods that are not ready.
     ``good_template`` is the template of the last good revision, if an update has failed; None if that is gone.
     """
 
@@ -78,6 +78,7 @@ class FleetSnapshot:
     download: DownloadSeen = field(default_factory=DownloadSeen)
     work: Sequence[WorkOnPods] = ()
     busy: Mapping[str, str] = field(default_factory=dict)
+    unevicted: Mapping[str, str] = field(default_factory=dict)
     evicted: frozenset[str] = frozenset()
     evicted_names: frozenset[str] = frozenset()
     good_template: Mapping[str, Any] | None = None
@@ -157,7 +158,7 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     fleet = seen.fleet
     resolved = resolve(fleet.spec, seen.around, chosen=fleet.status.gpu_product)
     wanted = resolved if isinstance(resolved, Refusal) else _wanted(seen, resolved)
-    healed = heal(fleet, seen.own, seen.health, seen.now, seen.busy)
+    healed = heal(fleet, seen.own, seen.health, seen.now, {**seen.unevicted, **seen.busy})
     known = None if isinstance(resolved, Refusal) else resolved
     checked = check_pods(fleet, known, seen.staying, seen.answers, seen.now)
     parts = _Parts(seen, known, healed, checked)
@@ -182,7 +183,8 @@ def plan(seen: FleetSnapshot) -> FleetStep:
         checks=checked.asks,
         evict=(*hung, *outdated),
         events=update.events,
-        moves=update.moves or bool(update.evict),
+        # No watch tells when a budget allows an eviction again, or a pod has done the work of others.
+        moves=update.moves or bool(update.evict) or bool(seen.busy),
     )
 
 
@@ -280,6 +282,7 @@ def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) ->
         checks={pod.uid: pod for pod in old.pods},
         work=seen.work,
         busy=seen.busy,
+        unevicted=seen.unevicted,
         evicted=seen.evicted,
         nodes=seen.nodes,
     )

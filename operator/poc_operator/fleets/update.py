@@ -71,10 +71,11 @@ class UpdateSeen:
 
     ``newest`` is the StatefulSet's newest revision; ``settled`` says that Kubernetes has seen the StatefulSet as it is
     wanted. ``digest`` is that of the template that the spec asks for. ``checks`` are by the pods' uids. ``busy`` says
-    why pods could not be evicted a moment ago, by their uids, and ``evicted`` are those that were and may still look
-    as before. ``by_number`` says that a pod can get the newest revision only after all with higher numbers, and that
-    Kubernetes replaces a pod that crashes. ``startup_limit`` and ``grace`` are seconds: for the start of a pod, and for
-    its end. ``nodes`` are the Kubernetes nodes that are known, by name.
+    why pods could not be evicted a moment ago, by their uids. ``unevicted`` says for longer why the API server did not
+    evict them, which is asked again. ``evicted`` are those that were evicted and may still look as before.
+    ``by_number`` says that a pod can get the newest revision only after all with higher numbers, and that Kubernetes
+    replaces a pod that crashes. ``startup_limit`` and ``grace`` are seconds: for the start of a pod, and for its end.
+    ``nodes`` are the Kubernetes nodes that are known, by name.
     """
 
     spec: Update
@@ -92,6 +93,7 @@ class UpdateSeen:
     checks: Mapping[str, FleetPod] = field(default_factory=dict)
     work: Sequence[WorkOnPods] = ()
     busy: Mapping[str, str] = field(default_factory=dict)
+    unevicted: Mapping[str, str] = field(default_factory=dict)
     evicted: frozenset[str] = frozenset()
     by_number: bool = False
     nodes: Nodes = field(default_factory=dict)
@@ -352,6 +354,9 @@ class _View:
         )
 
     def _doing(self, chosen: Sequence[Eviction], free: Sequence[PodView]) -> str:
+        refused = (self.seen.unevicted.get(one.pod.uid) for one in chosen)
+        if why := next(filter(None, refused), None):
+            return why
         if chosen:
             return f"replacing {', '.join(one.pod.name for one in chosen[:_NAMED])}"
         if self.blocker is not None:

@@ -11,7 +11,14 @@ import pytest
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.clients.errors import EvictionRefused, PodTimeout, StaleObject, StoreForbidden, StoreUnavailable
-from poc_operator.controller.fleet_updates import BUSY_SECONDS, EVICTED_SECONDS, Evictor, WorkOnFleets, labels_of
+from poc_operator.controller.fleet_updates import (
+    BUSY_SECONDS,
+    EVICTED_SECONDS,
+    REFUSED_SECONDS,
+    Evictor,
+    WorkOnFleets,
+    labels_of,
+)
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
 from poc_operator.fleets.update import Eviction, Spares
 from poc_operator.observed import REVISION_LABEL, Container, PodView
@@ -162,6 +169,29 @@ async def test_an_eviction_that_is_refused_is_told(fault: Exception, says: str) 
     evictor, _ = an_evictor(Store(fault=fault))
     await evictor.evict(a_fleet(), [Eviction(POD, Spares.WORK)], LABELS)
     assert (evictor.busy, evictor.evicted) == ({"u1": says}, frozenset())
+
+
+async def test_a_refusal_is_told_until_the_pod_is_evicted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A budget may refuse for minutes: it is asked again as soon as the pod is busy no more."""
+    store = Store(fault=EvictionRefused("the budget"))
+    evictor, clock = an_evictor(store)
+    why = "waiting to evict pod demo-1: the budget"
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            await evictor.evict(a_fleet(), [Eviction(POD, Spares.NOTHING)], LABELS)
+            clock.now += BUSY_SECONDS
+            assert (evictor.busy, evictor.refused) == ({}, {"u1": why})
+    assert [record.getMessage() for record in caplog.records] == [why]
+    store.fault = None
+    await evictor.evict(a_fleet(), [Eviction(POD, Spares.NOTHING)], LABELS)
+    assert (evictor.refused, evictor.evicted) == ({}, frozenset({"u1"}))
+
+
+async def test_a_refusal_is_forgotten_when_the_pod_is_not_to_leave_any_more() -> None:
+    evictor, clock = an_evictor(Store(fault=EvictionRefused("the budget")))
+    await evictor.evict(a_fleet(), [Eviction(POD, Spares.NOTHING)], LABELS)
+    clock.now += REFUSED_SECONDS
+    assert evictor.refused == {}
 
 
 @pytest.mark.parametrize(("found", "gone"), [(None, ["u1"]), ("u2", ["u1"]), ("u1", [])])

@@ -397,8 +397,10 @@ async def test_a_hung_pod_is_recorded_evicted_and_told_of(cluster: Cluster, kept
     ],
 )
 async def test_why_a_hung_pod_stays_is_told(
-    cluster: Cluster, kept_with_a_hung_pod: Fleets, error: Exception, says: str
+    cluster: Cluster, kept_with_a_hung_pod: Fleets, error: Exception, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Each turn asks the API server again.
+    monkeypatch.setattr("poc_operator.controller.fleet_updates.BUSY_SECONDS", 0.0)
     cluster.faults["evict"] = error
     kept_with_a_hung_pod.changed(body_of("demo"))
     await until(lambda: says in json.dumps(cluster.statuses.get("demo", {})))

@@ -232,6 +232,17 @@ def test_what_was_found_before_an_eviction_is_said() -> None:
     step = look(fleet_of(), FOUR, busy=every)
     assert not step.evict
     assert "waiting for pod demo-" in step.status.message
+    # No watch tells when they may be evicted.
+    assert step.moves
+
+
+def test_why_the_api_server_evicts_nobody_is_said_while_it_is_asked_again() -> None:
+    why = "waiting to evict pod demo-3: it would violate the budget"
+    step = look(fleet_of(), FOUR, unevicted={FOUR[3].uid: why})
+    assert evicted(step) == ["demo-3"]
+    assert step.status.update.message.endswith(why)
+    other = look(fleet_of(), FOUR, unevicted={FOUR[2].uid: why})
+    assert other.status.update.message.endswith("replacing demo-3")
 
 
 def test_nobody_leaves_before_kubernetes_has_seen_the_template() -> None:
