@@ -29,8 +29,8 @@ from vllm_poc.start_checks import FIRST_RELEASE, LAST_RELEASE, StartError, check
 EXTENSION_CLASS = "vllm_poc.worker.extension.PocWorkerExtension"
 MIDDLEWARE = "vllm_poc.server.app.PocMiddleware"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
-#: Has the part of vLLM's command that starts engine workers without an API server.
-HEADLESS_MODULE = "vllm.entrypoints.cli.serve"
+#: Has the part of vLLM's command that starts engine workers without an API server, or with one of gRPC.
+COMMAND_MODULE = "vllm.entrypoints.cli.serve"
 #: Flags of ``serve`` in addition to vLLM's own, accepted in any position.
 FLAGS = frozenset({"--enable-poc", "--poc-open"})
 #: Where vLLM has the parser of its API server: from 0.33 on, from 0.29 on, and before.
@@ -62,8 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     # Not the `vllm` command: it wants a distribution of that name, which the CPU build is not.
     os.environ.update(variables(words))
-    if (parsed := parse_as_server(arguments)).headless:
-        importlib.import_module(HEADLESS_MODULE).ServeSubcommand.cmd(parsed)
+    parsed = parse_as_server(arguments)
+    if parsed.headless or getattr(parsed, "grpc", False):
+        importlib.import_module(COMMAND_MODULE).ServeSubcommand.cmd(parsed)
         return
     sys.argv = [SERVER_MODULE, *arguments]
     runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
@@ -189,6 +190,8 @@ def _check_codebook(settings: Settings) -> None:
 def _check_options(options: argparse.Namespace) -> None:
     if options.worker_extension_cls:
         raise UsageError("--enable-poc sets --worker-extension-cls itself, and vLLM takes only one: leave yours out.")
+    if getattr(options, "grpc", False):
+        raise UsageError("--grpc starts no HTTP server, and PoC's routes are in that: leave --grpc out.")
     if options.headless and not options.node_rank:
         raise UsageError(
             "--headless starts no API server, and PoC's routes are in it: leave it out on the first Kubernetes node, "
@@ -201,16 +204,18 @@ def _check_options(options: argparse.Namespace) -> None:
 def _check_model(parsed: argparse.Namespace, words: Sequence[str]) -> None:
     # vLLM would serve a model of its own choice, under whatever name was given, and its results would be taken for
     # those of the model that was meant.
-    named = getattr(parsed, "model_tag", None) is not None or _names_model(words)
-    if not named and parsed.model == parse_as_server([]).model:
+    if getattr(parsed, "model_tag", None) is None and parse_as_server(words, model=None).model is None:
         raise UsageError(
             "no model is named: give it first, as in 'serve MODEL --enable-poc'. "
             "Behind an option that takes several values it would be one of them."
         )
 
 
-def parse_as_server(words: Sequence[str]) -> argparse.Namespace:
-    """Return what vLLM's API server makes of its command line. UsageError without vLLM, SystemExit if it is wrong."""
+def parse_as_server(words: Sequence[str], **defaults: object) -> argparse.Namespace:
+    """Return what vLLM's API server makes of its command line, with its own defaults but these.
+
+    UsageError without vLLM, SystemExit if the command line is wrong.
+    """
     # vLLM's own parser knows which words are values of options, abbreviations, underscores and --config. Its imports
     # cost no time: the server needs them.
     try:
@@ -219,6 +224,7 @@ def parse_as_server(words: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"vLLM cannot be imported ({error}): run this in an image that has it.") from None
     options = _parser_module()
     parser = options.make_arg_parser(arguments.FlexibleArgumentParser(prog="python3 -m vllm_poc serve"))
+    parser.set_defaults(**defaults)
     parsed: argparse.Namespace = parser.parse_args(list(words))
     return parsed
 

@@ -2,6 +2,7 @@
 """The command line around vLLM's own."""
 
 import argparse
+import importlib
 import os
 import runpy
 import socket
@@ -17,6 +18,7 @@ from tests.support.fakes.engine import DECODE_FACTS, FACTS
 from tests.support.patience import PATIENCE
 from tests.vllm.server import FLAGS, command_environment
 from vllm_poc.cli import (
+    COMMAND_MODULE,
     EXTENSION_CLASS,
     MIDDLEWARE,
     PARSER_MODULES,
@@ -194,6 +196,15 @@ def test_a_config_file_may_stand_anywhere_and_the_command_line_wins(
     assert (options.served_model_name, options.enforce_eager) == (["a", "b"], True)
 
 
+def test_a_config_file_may_name_the_model_that_vllm_would_take_by_itself(tmp_path: Path) -> None:
+    config, own = tmp_path / "config.yaml", parse_as_server([]).model
+    config.write_text(f"model: {own}\n")
+    assert parsed(["--config", str(config), "--enable-poc"]).model == own
+    config.write_text("port: 1\n")
+    with pytest.raises(UsageError, match="no model is named"):
+        server_arguments(["--config", str(config), "--enable-poc"])
+
+
 def test_data_parallelism_by_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_DP_SIZE", "2")
     with pytest.raises(UsageError, match="leave VLLM_DP_SIZE out"):
@@ -204,6 +215,16 @@ def test_the_server_in_rust_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     with pytest.raises(StartError, match="leave VLLM_USE_RUST_FRONTEND out"):
         server_arguments(["m", "--enable-poc"])
+
+
+def test_a_server_of_grpc_alone_is_refused_with_poc_and_is_vllms_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="--grpc starts no HTTP server"):
+        server_arguments(["m", "--enable-poc", "--grpc"])
+    asked: list[argparse.Namespace] = []
+    command = importlib.import_module(COMMAND_MODULE).ServeSubcommand
+    monkeypatch.setattr(command, "cmd", staticmethod(asked.append))
+    main(["serve", "m", "--grpc"])
+    assert [(options.grpc, options.model) for options in asked] == [(True, "m")]
 
 
 def test_a_node_without_an_api_server_must_not_be_the_first() -> None:
