@@ -23,6 +23,7 @@ with suppress(ImportError):  # releases that have no such model
 
 
 _generators = dict[torch.device, torch.Generator]()
+_vllms_own = dummy_loader.initialize_single_dummy_weight
 
 
 def _sensible(values: Tensor, *_: object, **__: object) -> None:
@@ -33,6 +34,9 @@ def _sensible(values: Tensor, *_: object, **__: object) -> None:
     """
     if not values.is_floating_point():
         return  # experts by token id
+    if values.element_size() == 1:  # torch draws no such numbers
+        _vllms_own(values)
+        return
     with torch.inference_mode():
         if values.ndim == 1:
             values.fill_(1.0)
