@@ -9,8 +9,8 @@ _NOTE = "<!-- Written by `make generate` from hack/vllm/runs.json: do not edit. 
 _HEAD = f"""{_NOTE}
 # Releases of vLLM
 
-The tests of the worker, on real vLLM servers, last passed with these releases. `make test-versions` runs them and keeps
-what they said.
+The tests of the worker, on real vLLM servers, last passed with these releases. `make test-versions` runs them on a CPU
+and keeps what they said. On GPUs they are those of `tests/gpu`.
 
 | vLLM | device | passed | skipped | on |
 | --- | --- | --- | --- | --- |

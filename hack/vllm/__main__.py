@@ -20,7 +20,7 @@ def program() -> None:
     parser = argparse.ArgumentParser(prog="python3 -m hack.vllm", description=__doc__)
     parser.add_argument("what", nargs="?", choices=["path", "lock", "versions", "record"])
     parser.add_argument("--version", choices=VERSIONS, default=NEWEST, help="minor release of vLLM (%(default)s)")
-    parser.add_argument("--report", type=Path, help="file that pytest wrote by --junitxml")
+    parser.add_argument("--report", type=Path, nargs="+", help="files that pytest wrote by --junitxml")
     parser.add_argument("--device", default="CPU", help="what the tests ran on (%(default)s)")
     arguments = parser.parse_args()
     if arguments.what == "versions":

@@ -3,8 +3,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
 from xml.etree import ElementTree
@@ -31,13 +31,22 @@ def read_runs(path: Path = RUNS) -> list[Run]:
     return [Run(**fields) for fields in json.loads(path.read_text())]
 
 
-def record_run(report: Path, release: str, device: str, path: Path = RUNS) -> Run:
-    """Keep what pytest wrote by ``--junitxml``, in place of an earlier run. UserError if a test failed, or none ran."""
-    run = _read_report(report, release, device)
+def record_run(reports: Sequence[Path], release: str, device: str, path: Path = RUNS) -> Run:
+    """Keep what pytest wrote by ``--junitxml``, in place of an earlier run. UserError if a test failed, or none ran.
+
+    Several ``reports`` are of tests that ran beside each other, each in one of them.
+    """
+    run = _sum([_read_report(report, release, device) for report in reports])
     others = [kept for kept in read_runs(path) if (kept.release, kept.device) != (release, device)]
     runs = sorted([*others, run], key=lambda kept: ([int(part) for part in kept.release.split(".")], kept.device))
     path.write_text(json.dumps([asdict(kept) for kept in runs], indent=2) + "\n")
     return run
+
+
+def _sum(runs: Sequence[Run]) -> Run:
+    skipped = sum((Counter(run.skipped) for run in runs), Counter())
+    passed, newest = sum(run.passed for run in runs), max(run.date for run in runs)
+    return replace(runs[0], date=newest, passed=passed, skipped=dict(sorted(skipped.items())))
 
 
 def _read_report(report: Path, release: str, device: str) -> Run:

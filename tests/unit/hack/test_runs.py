@@ -54,9 +54,9 @@ def report_of(folder: Path, tests: str) -> Path:
 
 def test_a_run_is_counted_and_takes_the_place_of_the_one_before(runs: Path, tmp_path: Path) -> None:
     report = report_of(tmp_path, TESTS)
-    record_run(report, "0.32", "CPU", runs)
-    record_run(report, "0.9", "CPU", runs)
-    run = record_run(report, "0.32", "CPU", runs)
+    record_run([report], "0.32", "CPU", runs)
+    record_run([report], "0.9", "CPU", runs)
+    run = record_run([report], "0.32", "CPU", runs)
     assert (run.passed, run.skipped) == (1, {"known to fail": 1, "needs a GPU": 3})
     assert [kept.release for kept in read_runs(runs)] == ["0.9", "0.32"]
     page = releases.render(read_runs(runs), ["0.9", "0.31", "0.32"])
@@ -66,6 +66,14 @@ def test_a_run_is_counted_and_takes_the_place_of_the_one_before(runs: Path, tmp_
     assert "not passed yet" not in releases.render(read_runs(runs), ["0.9", "0.32"])
 
 
+def test_tests_that_ran_beside_each_other_are_one_run(runs: Path, tmp_path: Path) -> None:
+    report = report_of(tmp_path, TESTS)
+    run = record_run([report, report], "0.32", "2 x H200", runs)
+    assert (run.passed, run.skipped) == (2, {"known to fail": 2, "needs a GPU": 6})
+    with pytest.raises(UserError, match="only a good run is kept"):
+        record_run([report, report_of(tmp_path, "")], "0.32", "2 x H200", runs)
+
+
 @pytest.mark.parametrize(
     "tests",
     [TESTS + "\ndef test_bad(): assert False", TESTS + "\n@pytest.fixture(autouse=True)\ndef bad(): 1 / 0", ""],
@@ -73,5 +81,5 @@ def test_a_run_is_counted_and_takes_the_place_of_the_one_before(runs: Path, tmp_
 )
 def test_a_run_that_shows_nothing_is_not_kept(tests: str, runs: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="only a good run is kept"):
-        record_run(report_of(tmp_path, tests), "0.32", "CPU", runs)
+        record_run([report_of(tmp_path, tests)], "0.32", "CPU", runs)
     assert read_runs(runs) == []
