@@ -18,8 +18,13 @@ LAYOUTS = {"tp": ("--tensor-parallel-size", "2"), "pp": ("--pipeline-parallel-si
 PARALLEL_ENVIRONMENT = {} if ON_GPU else {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 #: Why two ranks cannot run here, or None.
 WHY_NOT_PARALLEL = "needs two GPUs" if _TORCH is not None and _TORCH.cuda.device_count() == 1 else None
-#: vLLM's attention on a GPU has no float32; several servers share the GPU.
-SERVER_FLAGS = ("--dtype", "bfloat16", "--gpu-memory-utilization", "0.2") if ON_GPU else ("--dtype", "float32")
+#: vLLM's attention on a GPU has no float32. Several servers share the GPU: one that measured what it may take for its
+#: cache would fail when another ends meanwhile.
+SERVER_FLAGS = (
+    ("--dtype", "bfloat16", "--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(4 * 2**30))
+    if ON_GPU
+    else ("--dtype", "float32")
+)
 #: Without it, how a GPU rounds depends on which chats share a batch, also on an idle server.
 BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"} if ON_GPU else {}
 #: Largest difference of an artifact's number from a float32 reference. In float32 only the rounding
