@@ -19,7 +19,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, CheckPod, check_pods, finding
 from poc_operator.fleets.conditions import PodCounts, Verdict
 from poc_operator.fleets.download import DownloadSeen, download, is_abandoned, job_name
-from poc_operator.fleets.forecast import WorkOnPods
+from poc_operator.fleets.forecast import Eviction, Spares, WorkOnPods
 from poc_operator.fleets.groups import HELD, partition_in, partition_of, with_partition
 from poc_operator.fleets.healing import Finding, Healed, faulty_gpus, heal
 from poc_operator.fleets.history import recorded
@@ -27,17 +27,17 @@ from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.progress import Watched
 from poc_operator.fleets.render import Object, render, signed
 from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve
-from poc_operator.fleets.rollback import differences, digest_of, server_template_of, template_of, with_template
+from poc_operator.fleets.rollback import (
+    differences,
+    digest_of,
+    failed_as,
+    server_template_of,
+    template_of,
+    with_template,
+)
 from poc_operator.fleets.stages import GpuErrors, Nodes, ordinal_of, with_stages
 from poc_operator.fleets.strangers import foreign, is_own, strangers
-from poc_operator.fleets.update import (
-    Eviction,
-    Spares,
-    UpdateSeen,
-    UpdateStep,
-    failed_as,
-    plan_update,
-)
+from poc_operator.fleets.update import UpdateSeen, UpdateStep, plan_update
 from poc_operator.observed import REVISION_LABEL, PodView
 from poc_operator.planning.snapshot import WorkEvent
 
@@ -265,6 +265,7 @@ def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) ->
     return UpdateSeen(
         spec=fleet.spec.update,
         checks_pods=fleet.spec.self_check.enabled,
+        name=fleet.metadata.name,
         replicas=fleet.spec.replicas,
         by_number=fleet.spec.kubernetes_nodes > 1,
         port=fleet.spec.port,

@@ -14,9 +14,11 @@ that has the new revision, whoever replaced it. It has passed when it is ready a
 failed when its self-check has failed, it crashes, its image cannot be had, or it is not ready within
 ``startupSeconds``. So has one that is ready, and could not be checked for as long. Then the StatefulSet gets the
 template of the last good revision back, the canary is replaced once more, and the failed template is not tried again.
-Without a good revision it stays, and the update goes on once it works. A canary that Kubernetes does not create within
-``startupSeconds`` of its eviction has failed too: its template may be refused. One that no Kubernetes node has room
-for, or whose node is not well, has not: it waits, as `poc_operator.fleets.stages` says.
+Without a good revision it stays, and the update goes on once it works. One that no Kubernetes node has room for, or
+whose node is not well, has not failed: it waits, as `poc_operator.fleets.stages` says.
+
+A pod that is missing comes with the newest revision, so it is the canary. One that Kubernetes does not create within
+``startupSeconds`` has failed too, since its template may be refused. Another template has that time anew.
 
 Later pods do not fail an update, since the canary has shown that the template can work: as with ``kubectl rollout``
 nothing goes back by itself. One that has failed like a canary stops the update until it works. Whoever looks decides
@@ -29,7 +31,6 @@ they wait for no round. What others wait for is in `poc_operator.fleets.forecast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from enum import Enum, auto
 from functools import cached_property
 from itertools import takewhile
 
@@ -37,7 +38,16 @@ from poc_operator.apis.v1alpha1.fleet_update import MAX_FAILED, FailedUpdate, Up
 from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod, Update, UpdateStrategy
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CANNOT_CHECK
-from poc_operator.fleets.forecast import WorkOnPods, blocker, remembered, replacement_seconds, startup_seconds
+from poc_operator.fleets.forecast import (
+    Eviction,
+    Spares,
+    WorkOnPods,
+    blocker,
+    remembered,
+    replacement_seconds,
+    startup_seconds,
+)
+from poc_operator.fleets.rollback import failed_as
 from poc_operator.fleets.stages import Nodes, in_order, is_hopeless, node_fault, ordinal_of, why_not_running
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import WorkEvent
@@ -49,36 +59,21 @@ _IF_MEANT = "; if the change is meant, set selfCheck.enabled to false until all 
 _OVERRIDE = " (update.strategy Immediate does not wait)"
 
 
-class Spares(Enum):
-    """What an eviction must not take a pod from: looked at once more before it is done."""
-
-    NOTHING = auto()
-    SLOTS = auto()  # a round that has given the pod a slot
-    WORK = auto()  # any work that selects the fleet's pods, and that they can do
-
-
-@dataclass(frozen=True)
-class Eviction:
-    """A pod to evict."""
-
-    pod: PodView
-    spares: Spares
-
-
 @dataclass(frozen=True, kw_only=True)
 class UpdateSeen:
     """What one plan of an update sees.
 
-    ``newest`` is the StatefulSet's newest revision; ``settled`` says that Kubernetes has seen the StatefulSet as it is
-    wanted. ``digest`` is that of the template that the spec asks for. ``checks`` are by the pods' uids. ``busy`` says
-    why pods could not be evicted a moment ago, by their uids, and ``evicted`` are those that were and may still look
-    as before. ``by_number`` says that a pod can get the newest revision only after all with higher numbers, and that
-    Kubernetes replaces a pod that crashes. ``startup_limit`` and ``grace`` are seconds: for the start of a pod, and for
-    its end. ``nodes`` are the Kubernetes nodes that are known, by name.
+    ``name`` is the fleet's, and ``newest`` the StatefulSet's newest revision. ``settled`` says that Kubernetes has
+    seen the StatefulSet as it is wanted. ``digest`` is that of the template that the spec asks for. ``checks`` are by
+    the pods' uids. ``busy`` says why pods could not be evicted a moment ago, by their uids, and ``evicted`` are those
+    that were and may still look as before. ``by_number`` says that a pod can get the newest revision only after all
+    with higher numbers, and that Kubernetes replaces a pod that crashes. ``startup_limit`` and ``grace`` are seconds:
+    for the start of a pod, and for its end. ``nodes`` are the Kubernetes nodes that are known, by name.
     """
 
     spec: Update
     checks_pods: bool
+    name: str
     replicas: int
     port: int
     old: UpdateStatus
@@ -108,15 +103,6 @@ class UpdateStep:
     evict: Sequence[Eviction] = ()
     events: Sequence[WorkEvent] = ()
     moves: bool = False
-
-
-def failed_as(old: UpdateStatus, digest: str, *, checks_pods: bool) -> FailedUpdate | None:
-    """Return how a template with this digest has failed; None if it has not.
-
-    What self-checks have found does not count while there are none.
-    """
-    counting = (one for one in old.failed if checks_pods or not one.by_self_check)
-    return next((one for one in counting if one.digest == digest), None)
 
 
 def _on_its_way(seen: UpdateSeen, old: UpdateStatus) -> UpdateStatus:
@@ -267,6 +253,8 @@ class _View:
 
     def note_canary(self) -> None:
         """Remember since when the first pod with the newest revision is waited for, or, ready, cannot be checked."""
+        if self._missing and not (self.seen.by_number or self.updated or self.awaits_canary):
+            self.old = self.old.model_copy(update={"canary": self._missing[-1], "canary_time": None})
         awaited = self.updated if self.seen.by_number else self.awaits_canary
         since = self.old.canary_time
         refused = [pod for pod in self.updated if self._is_refused(pod)]
@@ -276,6 +264,17 @@ class _View:
             refused and (since is None or any(self._is_newer(p, since) for p in refused))
         ):
             self.old = self.old.model_copy(update={"canary_time": self.seen.now})
+
+    @property
+    def _missing(self) -> Sequence[str]:
+        """The names of pods that are to be created, and come with the newest revision."""
+        there = {pod.name for pod in self.seen.pods}
+        return [name for number in range(self.seen.replicas) if (name := f"{self.seen.name}-{number}") not in there]
+
+    @property
+    def begun(self) -> UpdateStatus:
+        """The status of an update that begins with a canary: what one before it has waited for does not count."""
+        return self.old.model_copy(update={"canary": "", "canary_time": None})
 
     @property
     def _must_end_first(self) -> bool:
@@ -306,11 +305,8 @@ class _View:
             return f"pod {canary or 'with it'} was not ready within {limit} s: its group may crash" if crashes else None
         if not self.awaits_canary or self._canary_exists:
             return None
-        return f"pod {canary} was not created within {limit} s: the events of its {self._maker} say why"
-
-    @property
-    def _maker(self) -> str:
-        return "LeaderWorkerSet" if self.seen.by_number else "StatefulSet"
+        maker = "LeaderWorkerSet" if self.seen.by_number else "StatefulSet"
+        return f"pod {canary} was not created within {limit} s: the events of its {maker} say why"
 
     def evictions(self, limit: int) -> tuple[Sequence[Eviction], str]:
         """Return up to ``limit`` pods to evict, and what the update does or waits for."""
@@ -390,13 +386,14 @@ class _View:
 def _without_old_pods(view: _View) -> UpdateStep:
     """Note that all pods have the newest revision, once they are all available."""
     seen, old = view.seen, view.old
-    if old.phase is UpdatePhase.CANARY:
+    told: Sequence[WorkEvent] = ()
+    begins = _begins_without_pods(view)
+    view.old = view.begun if begins else old
+    if begins or (old.phase is UpdatePhase.CANARY and old.digest == seen.digest):
         step = _canary(view, ())  # it may be the only pod
         if step.status.phase is not UpdatePhase.ROLLING:
             return step
         told = step.events
-    else:
-        told = ()
     running = old.phase in _UNDER_WAY
     complete = len(view.pods) == seen.replicas and not view.away
     if running and not complete:
@@ -408,6 +405,15 @@ def _without_old_pods(view: _View) -> UpdateStep:
         status = status.model_copy(update={"good_revision": seen.newest, "failed": view.other_failures})
     done = WorkEvent(reason=Reason.UPDATE_COMPLETE, message=f"all {seen.replicas} pods have revision {seen.newest}")
     return UpdateStep(status=status, events=[*told, done] if running else [])
+
+
+def _begins_without_pods(view: _View) -> bool:
+    """Whether another template is to prove itself on pods that were missing, as after one that was refused."""
+    seen, old = view.seen, view.old
+    if old.digest == seen.digest or not seen.spec.canary or seen.newest == old.good_revision:
+        return False
+    was_good = bool(old.good_revision) and seen.spec.strategy is not UpdateStrategy.NEVER
+    return old.phase is UpdatePhase.CANARY or (was_good and seen.replicas > 0 and not view.updated)
 
 
 def _begun(view: _View) -> UpdateStep:
@@ -423,7 +429,7 @@ def _begun(view: _View) -> UpdateStep:
     first = seen.spec.canary and seen.newest != old.good_revision
     is_canary = old.phase is UpdatePhase.CANARY if goes_on else first
     if is_canary and seen.spec.canary:
-        view.old = old if goes_on else old.model_copy(update={"canary": "", "canary_time": None})
+        view.old = old if goes_on else view.begun
         return _canary(view, events)
     return _rolling(view, events)
 

@@ -13,7 +13,7 @@ from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.clients.errors import EvictionRefused, PodTimeout, StaleObject, StoreForbidden, StoreUnavailable
 from poc_operator.controller.fleet_updates import BUSY_SECONDS, EVICTED_SECONDS, Evictor, WorkOnFleets, labels_of
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
-from poc_operator.fleets.update import Eviction, Spares
+from poc_operator.fleets.forecast import Eviction, Spares
 from poc_operator.observed import REVISION_LABEL, Container, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import a_fleet

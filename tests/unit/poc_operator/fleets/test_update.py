@@ -11,10 +11,10 @@ import pytest
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
 from poc_operator.apis.v1alpha1.fleet_update import UpdateStatus
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
+from poc_operator.fleets.forecast import Spares
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
 from poc_operator.fleets.rollback import differences, digest_of
 from poc_operator.fleets.stages import PATIENCE_SECONDS
-from poc_operator.fleets.update import Spares
 from poc_operator.observed import REVISION_LABEL, Container, KubernetesNode, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
