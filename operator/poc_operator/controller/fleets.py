@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -375,7 +375,7 @@ class Fleets:
             answers=loop.checks.answers,
             health=self._health.found(uid) if self._health is not None else {},
             gpu_errors=self._health.gpu_errors(uid) if self._health is not None else {},
-            download=await self._download(fleet),
+            download=await self._download(fleet, objects),
             work=self._work.on(fleet, labels_of(fleet, objects.get(("StatefulSet", name)), own)),
             busy=loop.evictor.busy,
             evicted=loop.evictor.evicted,
@@ -384,14 +384,16 @@ class Fleets:
             nodes=await self._around.nodes(fleet, own),
         )
 
-    async def _download(self, fleet: PoCFleet) -> DownloadSeen:
+    async def _download(self, fleet: PoCFleet, objects: Mapping[Key, Body]) -> DownloadSeen:
         under_way = fleet.status.download
-        if not fleet.spec.cache.download or under_way is None or self._health is None:
+        if not fleet.spec.cache.download:
             return DownloadSeen()
-        if under_way.state is DownloadState.DOWNLOADED:
-            return DownloadSeen()
+        claim = await self._around.claim(fleet, objects)
+        if under_way is None or self._health is None or under_way.state is DownloadState.DOWNLOADED:
+            return DownloadSeen(claim=claim)
         selector = LabelSelector(match_labels={DOWNLOAD_LABEL: under_way.job})
-        return await self._health.download_seen(self._pods.selected(fleet.metadata.namespace, selector))
+        seen = await self._health.download_seen(self._pods.selected(fleet.metadata.namespace, selector))
+        return replace(seen, claim=claim)
 
     async def _ensure_token(self, loop: _Loop) -> None:
         try:

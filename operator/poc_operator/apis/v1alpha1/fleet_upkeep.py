@@ -174,6 +174,8 @@ class Download(ApiModel):
     """Name of the Job, another one for each model, revision and PVC."""
     model: str
     """Hub id of the model."""
+    claim: str = ""
+    """UID of the PVC that has it. Another PVC of the same name does not. Empty if it is not known."""
     state: Annotated[DownloadState, Open()] = DownloadState.DOWNLOADING
     """How far it is."""
     percent: Int32 | None = None
