@@ -85,6 +85,8 @@ class _Loop:
     #: Objects that do not look as wanted after they were applied, with their versions then.
     settled: dict[Key, str] = field(default_factory=dict)
     refused: Refusal | None = None
+    #: Why an object that nothing asks for any more could not be deleted.
+    left: Refusal | None = None
     #: Whether an update is under way that no watch tells of.
     moves: bool = False
     #: The last good revision of a fleet whose update has failed, and its template.
@@ -153,7 +155,7 @@ class Fleets:
         before, known.body, known.parsed = known.body, body, None
         known.gone = "deletionTimestamp" in metadata
         if known.gone or before["metadata"]["generation"] != metadata["generation"]:
-            known.refused = None
+            known.refused = known.left = None
             known.failures.spec_changed.set()
             known.wake.set()
 
@@ -317,14 +319,14 @@ class Fleets:
         if applied and not await self._exists(fleet):
             loop.gone = True
             return BUSY_SECONDS
-        before, loop.refused = loop.refused, None
+        before, loop.refused, loop.left = (loop.refused, loop.left), None, None
         if step.needs_token:
             await self._ensure_token(loop)
         for body in step.delete:
             await self._delete(loop, body)
         for body in step.apply:
             await self._apply(loop, fleet, body, seen)
-        if applied or loop.refused != before:
+        if applied or (loop.refused, loop.left) != before:
             step = plan(await self._observe(loop, fleet, float("inf")))
         await self._record(loop, fleet, step)
         loop.checks.keep(step.checks, {pod.uid for pod in step.status.pods})
@@ -372,6 +374,7 @@ class Fleets:
             pods=pods,
             settled=loop.settled,
             refused=loop.refused,
+            left=loop.left,
             answers=loop.checks.answers,
             health=self._health.found(uid) if self._health is not None else {},
             gpu_errors=self._health.gpu_errors(uid) if self._health is not None else {},
@@ -427,8 +430,8 @@ class Fleets:
         key = key_of(body)
         try:
             await self._objects.delete(body)
-        except StoreForbidden as error:
-            loop.refused = loop.refused or _refusal(f'the deletion of {key[0]} "{key[1]}"', error)
+        except (StoreForbidden, ObjectInvalid) as error:
+            loop.left = loop.left or _refusal(f'the deletion of {key[0]} "{key[1]}"', error)
             return
         loop.log.info("%s %s is deleted", *key)
         self._children.put({**body, "metadata": {**body["metadata"], "deletionTimestamp": "now"}})

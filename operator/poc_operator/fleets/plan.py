@@ -56,7 +56,7 @@ class FleetSnapshot:
 
     ``objects`` and ``pods`` are those with the fleet's label. ``settled`` has the versions of objects that were applied
     and do not look like what was wanted, since the API server writes some values in another way. ``refused`` is what
-    became of the last objects that could not be applied.
+    became of the last objects that could not be applied, and ``left`` of those that could not be deleted.
 
     ``health`` is what was seen of the pods' engines, ``gpu_errors`` what their GPUs tell of errors, and ``answers``
     are those to self-checks, each by the pods' uids. ``download`` is what is seen of the download that is under way.
@@ -72,6 +72,7 @@ class FleetSnapshot:
     pods: Sequence[PodView] = ()
     settled: Mapping[Key, str] = field(default_factory=dict)
     refused: Refusal | None = None
+    left: Refusal | None = None
     health: Mapping[str, Watched] = field(default_factory=dict)
     gpu_errors: Mapping[str, GpuErrors] = field(default_factory=dict)
     answers: Mapping[str, CheckAnswer] = field(default_factory=dict)
@@ -403,6 +404,7 @@ class _Parts:
         entries: Sequence[FleetPod],
     ) -> Verdict:
         findings = [*self.healed.findings, *faulty_gpus(entries), *_unmonitored(self.seen)]
+        findings += [(self.seen.left.reason, self.seen.left.message)] if self.seen.left is not None else []
         findings += strangers(self.seen.fleet, self.seen.pods)
         if refusal is not None:
             return Verdict.of_refusal(refusal).with_findings(findings)

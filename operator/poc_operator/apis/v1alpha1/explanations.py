@@ -91,8 +91,9 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _FLEET,
     ),
     Reason.OBJECT_REFUSED: Explanation(
-        "Stalled=True",
-        "The API server refuses an object of the fleet. The message has its words.",
+        "Stalled=True, Degraded=True, Event",
+        "The API server refuses an object of the fleet, or the deletion of an earlier download. The message has its "
+        "words. `Stalled` is True only if an object is refused.",
         "Change what it names. If a right is missing, install the chart with `fleets.enabled`.",
         _FLEET,
     ),
