@@ -36,7 +36,7 @@ from poc_operator.fleets.rollback import (
     with_template,
 )
 from poc_operator.fleets.stages import GpuErrors, Nodes, ordinal_of, with_stages
-from poc_operator.fleets.strangers import foreign, is_own, strangers
+from poc_operator.fleets.strangers import foreign, is_own, strangers, strangers_came
 from poc_operator.fleets.update import UpdateSeen, UpdateStep, plan_update
 from poc_operator.observed import REVISION_LABEL, PodView
 from poc_operator.planning.snapshot import WorkEvent
@@ -162,6 +162,7 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     known = None if isinstance(resolved, Refusal) else resolved
     checked = check_pods(fleet, known, seen.staying, seen.answers, seen.now)
     parts = _Parts(seen, known, healed, checked)
+    others = strangers_came(fleet, strangers(fleet, seen.pods))
     hung = [
         Eviction(pod, Spares.NOTHING)
         for pod in healed.evict
@@ -169,7 +170,7 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     ]
     if isinstance(wanted, Refusal):
         status = parts.status(wanted, fleet.status.download, fleet.status.update)
-        return FleetStep(status=status, checks=checked.asks, evict=hung)
+        return FleetStep(status=status, checks=checked.asks, evict=hung, events=others)
     asked = _workload(wanted.objects)
     apply = [body for body in _held(seen, _with_good_template(seen, wanted.objects)) if _differs(seen, body)]
     update = _update(seen, wanted, asked, settled=seen.is_observed and _workload(apply) is None)
@@ -182,7 +183,7 @@ def plan(seen: FleetSnapshot) -> FleetStep:
         needs_token=not fleet.spec.auth.open,
         checks=checked.asks,
         evict=(*hung, *outdated),
-        events=update.events,
+        events=[*update.events, *others],
         moves=update.moves or bool(update.evict),
     )
 
@@ -405,10 +406,11 @@ class _Parts:
     ) -> Verdict:
         findings = [*self.healed.findings, *faulty_gpus(entries), *_unmonitored(self.seen)]
         findings += [(self.seen.left.reason, self.seen.left.message)] if self.seen.left is not None else []
-        findings += strangers(self.seen.fleet, self.seen.pods)
+        others = strangers(self.seen.fleet, self.seen.pods)
         if refusal is not None:
-            return Verdict.of_refusal(refusal).with_findings(findings)
+            return Verdict.of_refusal(refusal).with_findings(findings).with_strangers(others)
         exists = self.seen.stateful_set is not None
         checks = finding(self.checked) if self.seen.fleet.spec.self_check.enabled else None
         found = Verdict.of_pods(counts, update).with_checks(checks).with_update(update)
-        return found.with_download(ahead, self.seen.download.pods, exists=exists).with_findings(findings)
+        found = found.with_download(ahead, self.seen.download.pods, exists=exists)
+        return found.with_findings(findings).with_strangers(others)

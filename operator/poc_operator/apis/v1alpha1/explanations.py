@@ -85,9 +85,15 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.OBJECT_CONFLICT: Explanation(
         "Stalled=True, Degraded=True, Event",
-        "An object that the fleet needs exists and does not belong to it, or pods of others have the fleet's label. "
-        "The fleet leaves both alone.",
-        "Delete that object, or give the fleet another name. Take the label `poc.gonka.ai/fleet` from pods of others.",
+        "An object that the fleet needs exists and does not belong to it. The fleet leaves it alone.",
+        "Delete that object, or give the fleet another name.",
+        _FLEET,
+    ),
+    Reason.PODS_OF_OTHERS: Explanation(
+        "Event",
+        "Pods of others have the fleet's label. The fleet leaves them alone, but chat and rounds go by the label. "
+        "The message of the fleet names them as long as they are there.",
+        "Take the label `poc.gonka.ai/fleet` from them.",
         _FLEET,
     ),
     Reason.OBJECT_REFUSED: Explanation(
