@@ -35,11 +35,11 @@ from poc_operator.fleets.rollback import (
     template_of,
     with_template,
 )
-from poc_operator.fleets.stages import GpuErrors, Nodes, ordinal_of, with_stages
+from poc_operator.fleets.stages import GpuErrors, Nodes, with_stages
 from poc_operator.fleets.strangers import foreign, is_own, strangers, strangers_came
 from poc_operator.fleets.update import UpdateSeen, UpdateStep, plan_update
 from poc_operator.observed import REVISION_LABEL, PodView
-from poc_operator.planning.snapshot import WorkEvent
+from poc_operator.planning.snapshot import WorkEvent, in_order, ordinal_of
 
 #: Kind and name of an object of the fleet's namespace.
 Key = tuple[str, str]
@@ -86,10 +86,11 @@ class FleetSnapshot:
 
     @cached_property
     def own(self) -> Sequence[PodView]:
-        """The pods that are the fleet's own. All others with its label are left alone."""
+        """The pods that are the fleet's own, by their numbers. All others with its label are left alone."""
         if self.stateful_set is None and self.refused is not None and self.refused.reason is Reason.OBJECT_CONFLICT:
             return []  # another StatefulSet may have the fleet's name, and not its label
-        return [pod for pod in self.pods if is_own(self.fleet, pod, self.stateful_set, self.groups)]
+        own = (pod for pod in self.pods if is_own(self.fleet, pod, self.stateful_set, self.groups))
+        return sorted(own, key=in_order)
 
     @property
     def staying(self) -> Sequence[PodView]:

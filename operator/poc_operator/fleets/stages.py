@@ -18,6 +18,7 @@ from datetime import datetime, timedelta
 from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod, Stage
 from poc_operator.observed import Container, KubernetesNode, PodView
 from poc_operator.planning.eligibility import named
+from poc_operator.planning.snapshot import in_order
 from vllm_poc.wire.answers import Gpu
 
 #: What pods wait for that passes by itself.
@@ -161,17 +162,6 @@ def _was_ready(pod: PodView, container: Container) -> bool:
     """Whether the pod, which is not ready, was so after this container had last started."""
     started, since = container.running_since, pod.not_ready_since
     return started is not None and since is not None and started < since
-
-
-def ordinal_of(name: str) -> int:
-    """Return the number of a StatefulSet's pod by its name; -1 for a pod of another name."""
-    number = name.rpartition("-")[2]
-    return int(number) if number.isdecimal() else -1
-
-
-def in_order(pod: PodView) -> tuple[int, str]:
-    """Return what a StatefulSet's pods are sorted by: their numbers."""
-    return ordinal_of(pod.name), pod.name
 
 
 def with_stages(

@@ -17,7 +17,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.resolve import Refusal
 from poc_operator.observed import Owner, PodView
 from poc_operator.planning.eligibility import named
-from poc_operator.planning.snapshot import WorkEvent
+from poc_operator.planning.snapshot import WorkEvent, in_order
 
 Object = Mapping[str, Any]
 
@@ -84,9 +84,8 @@ def strangers(fleet: PoCFleet, pods: Iterable[PodView]) -> str:
 
     It is no fault of the fleet: its own pods serve and compute as they should.
     """
-    found = sorted(
-        (one for one in pods if one.stays and is_stranger(fleet.metadata.name, one)), key=lambda one: one.name
-    )
+    theirs = (one for one in pods if one.stays and is_stranger(fleet.metadata.name, one))
+    found = sorted(theirs, key=in_order)
     if not found:
         return ""
     label = f"{FLEET_LABEL}={fleet.metadata.name}"

@@ -48,9 +48,9 @@ from poc_operator.fleets.forecast import (
     startup_seconds,
 )
 from poc_operator.fleets.rollback import failed_as
-from poc_operator.fleets.stages import Nodes, in_order, is_hopeless, node_fault, ordinal_of, why_not_running
+from poc_operator.fleets.stages import Nodes, is_hopeless, node_fault, why_not_running
 from poc_operator.observed import PodView
-from poc_operator.planning.snapshot import WorkEvent
+from poc_operator.planning.snapshot import WorkEvent, in_order, ordinal_of
 
 #: So many pods are named in a message.
 _NAMED = 3
