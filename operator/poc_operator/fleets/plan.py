@@ -368,7 +368,8 @@ class _Parts:
             outdated=outdated,
             observed=seen.is_observed,
         )
-        entries = with_stages(self.checked.pods, old.pods, pods, fleet.spec.port, seen.gpu_errors)
+        port, checks = fleet.spec.port, fleet.spec.self_check.enabled
+        entries = with_stages(self.checked.pods, old.pods, pods, port, seen.gpu_errors, checks_pods=checks)
         verdict = self._verdict(counts, refusal, ahead, update, entries)
         rate = resolved.nonces_per_minute if resolved is not None else None
         changes = {
