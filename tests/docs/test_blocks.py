@@ -33,7 +33,7 @@ NOT_RUN = {
     "docs/operate/kubectl-poc.md": 3,
     "docs/operate/rounds.md": 3,
     "docs/operate/runbooks/alerts.md": 39,
-    "docs/operate/runbooks/fleets.md": 30,
+    "docs/operate/runbooks/fleets.md": 31,
     "docs/operate/runbooks/work.md": 74,
     "docs/operate/upgrade.md": 1,
     "docs/operate/web-page.md": 1,

@@ -17,6 +17,7 @@ from poc_operator.cli.explanation import Event, Evidence, Subject
 from poc_operator.cli.overview import Overview, Seen, overview
 from poc_operator.cli.pod_metrics import active_pods, read_chat
 from poc_operator.observed import PodView
+from poc_operator.planning.snapshot import in_order
 
 KindT = TypeVar("KindT", bound=Resource)
 
@@ -111,7 +112,7 @@ def evidence(
         subject=found,
         now=now(),
         fleet=fleet,
-        pods=[PodView.parse(body) for body in cluster.items(core("pods", namespace), selector)],
+        pods=sorted(map(PodView.parse, cluster.items(core("pods", namespace), selector)), key=in_order),
         events=_events(cluster, found),
         chat=chat,
         operator=operator_trouble(cluster),

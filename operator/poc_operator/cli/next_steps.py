@@ -34,6 +34,7 @@ COMMANDS: Mapping[Reason, str] = {
     Reason.CACHE_TOO_SMALL: _EDIT_FLEET,
     Reason.POD_TEMPLATE_INVALID: _EDIT_FLEET,
     Reason.OBJECT_CONFLICT: "kubectl -n {namespace} get statefulsets,pods,services,pvc,jobs,networkpolicies",
+    Reason.PODS_OF_OTHERS: "kubectl -n {namespace} get pods -l poc.gonka.ai/fleet={fleet} --show-labels",
     Reason.OBJECT_REFUSED: _CHECK,
     Reason.PODS_FAILING: _DESCRIBE_POD,
     Reason.PODS_UNSCHEDULABLE: "kubectl -n {namespace} get events --field-selector reason=FailedScheduling",

@@ -13,6 +13,7 @@ from poc_operator.apis.v1alpha1.schema import ApiModel
 from poc_operator.apis.v1alpha1.status import SlotState, State
 from poc_operator.cli.pod_metrics import Chat, PodKey, held_share, pace
 from poc_operator.observed import PodView
+from poc_operator.planning.snapshot import in_order
 
 #: Slots of a round that are shown; all are in JSON and YAML.
 MOST_SLOTS = 64
@@ -242,7 +243,8 @@ def _pods(seen: Seen) -> list[PodRow]:
         for slot in each.status.assignments
         if slot.state.active
     }
-    return [_pod(pod, told.get((pod.namespace, pod.uid)), work, seen.now) for pod in seen.pods]
+    pods = sorted(seen.pods, key=lambda pod: (pod.namespace, in_order(pod)))
+    return [_pod(pod, told.get((pod.namespace, pod.uid)), work, seen.now) for pod in pods]
 
 
 def _pod(pod: PodView, told: FleetPod | None, work: Mapping[tuple[str, str | None], str], now: datetime) -> PodRow:

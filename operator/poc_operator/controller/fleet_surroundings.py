@@ -17,6 +17,7 @@ from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_LABEL
 from poc_operator.clients.errors import StoreForbidden
 from poc_operator.clients.kube.fleet_objects import FleetObjects
 from poc_operator.fleets.plan import Key, key_of
+from poc_operator.fleets.render import claim_of
 from poc_operator.fleets.resolve import TOKEN_SECRET, Presets, Surroundings, packaged, with_config_maps
 from poc_operator.fleets.stages import Nodes
 from poc_operator.observed import KubernetesNode, PodView
@@ -25,6 +26,8 @@ from poc_operator.observed import KubernetesNode, PodView
 SURROUNDINGS_SECONDS = 60.0
 #: Seconds between two looks at a Kubernetes node.
 NODE_SECONDS = 10.0
+#: Seconds between two looks at a PVC that a fleet names.
+CLAIM_SECONDS = 30.0
 #: So many Kubernetes nodes are read for a fleet in one go: each is a request, and hundreds may be away at once.
 MAX_NODES = 20
 
@@ -94,6 +97,7 @@ class FleetSurroundings:
         self._tokens: dict[str, float] = {}
         self._nodes: dict[str, tuple[float, KubernetesNode | None]] = {}
         self._nodes_refused = float("-inf")
+        self._claims: dict[tuple[str, str], tuple[float, str | None]] = {}
 
     async def of(self, fleet: PoCFleet) -> Surroundings:
         """Return what a fleet is resolved by, as far as its spec needs it. StoreError if it cannot be read."""
@@ -142,6 +146,27 @@ class FleetSurroundings:
             node = KubernetesNode.parse(body) if body is not None else None
             known[name] = self._nodes[name] = (self._clock(), node)
         return {name: node for name, (_, node) in known.items() if node is not None}
+
+    async def claim(self, fleet: PoCFleet, objects: Mapping[Key, Body]) -> str | None:
+        """Return the uid of the PVC with a fleet's weights: empty if there is none, None if that is not known.
+
+        ``objects`` are those of the fleet. StoreError if a PVC of the user's cannot be read.
+        """
+        namespace, name = fleet.metadata.namespace, claim_of(fleet)
+        if fleet.spec.cache.existing_claim is None:
+            own = objects.get(("PersistentVolumeClaim", name or ""))  # if it is not there, it is made in this turn
+            return own["metadata"].get("uid") if own is not None else None
+        now, key = self._clock(), (namespace, str(name))
+        self._claims = {one: told for one, told in self._claims.items() if now - told[0] < CLAIM_SECONDS}
+        if key not in self._claims:
+            try:
+                found = await self._objects.get("PersistentVolumeClaim", *key)
+            except StoreForbidden:
+                uid = None
+            else:
+                uid = str(found["metadata"].get("uid") or "") or None if found is not None else ""
+            self._claims[key] = (self._clock(), uid)
+        return self._claims[key][1]
 
     def _due(self, names: Collection[str], known: Mapping[str, tuple[float, object]], now: float) -> Sequence[str]:
         """Return which of these Kubernetes nodes to read now."""

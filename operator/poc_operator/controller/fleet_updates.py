@@ -21,8 +21,7 @@ from poc_operator.clients.errors import EvictionRefused, PodError, StaleObject, 
 from poc_operator.clients.kube.objects import ObjectStore, is_gone
 from poc_operator.clients.pods.client import ClientOf, base_url
 from poc_operator.controller.logs import ObjectLogger
-from poc_operator.fleets.forecast import WorkOnPods
-from poc_operator.fleets.update import Eviction, Spares
+from poc_operator.fleets.forecast import Eviction, Spares, WorkOnPods
 from poc_operator.observed import PodView
 from vllm_poc.wire.answers import PowState
 

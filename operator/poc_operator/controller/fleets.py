@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -85,6 +85,8 @@ class _Loop:
     #: Objects that do not look as wanted after they were applied, with their versions then.
     settled: dict[Key, str] = field(default_factory=dict)
     refused: Refusal | None = None
+    #: Why an object that nothing asks for any more could not be deleted.
+    left: Refusal | None = None
     #: Whether an update is under way that no watch tells of.
     moves: bool = False
     #: The last good revision of a fleet whose update has failed, and its template.
@@ -153,7 +155,7 @@ class Fleets:
         before, known.body, known.parsed = known.body, body, None
         known.gone = "deletionTimestamp" in metadata
         if known.gone or before["metadata"]["generation"] != metadata["generation"]:
-            known.refused = None
+            known.refused = known.left = None
             known.failures.spec_changed.set()
             known.wake.set()
 
@@ -317,14 +319,14 @@ class Fleets:
         if applied and not await self._exists(fleet):
             loop.gone = True
             return BUSY_SECONDS
-        before, loop.refused = loop.refused, None
+        before, loop.refused, loop.left = (loop.refused, loop.left), None, None
         if step.needs_token:
             await self._ensure_token(loop)
         for body in step.delete:
             await self._delete(loop, body)
         for body in step.apply:
             await self._apply(loop, fleet, body, seen)
-        if applied or loop.refused != before:
+        if applied or (loop.refused, loop.left) != before:
             step = plan(await self._observe(loop, fleet, float("inf")))
         await self._record(loop, fleet, step)
         loop.checks.keep(step.checks, {pod.uid for pod in step.status.pods})
@@ -372,10 +374,11 @@ class Fleets:
             pods=pods,
             settled=loop.settled,
             refused=loop.refused,
+            left=loop.left,
             answers=loop.checks.answers,
             health=self._health.found(uid) if self._health is not None else {},
             gpu_errors=self._health.gpu_errors(uid) if self._health is not None else {},
-            download=await self._download(fleet),
+            download=await self._download(fleet, objects),
             work=self._work.on(fleet, labels_of(fleet, objects.get(("StatefulSet", name)), own)),
             busy=loop.evictor.busy,
             unevicted=loop.evictor.refused,
@@ -385,14 +388,16 @@ class Fleets:
             nodes=await self._around.nodes(fleet, own),
         )
 
-    async def _download(self, fleet: PoCFleet) -> DownloadSeen:
+    async def _download(self, fleet: PoCFleet, objects: Mapping[Key, Body]) -> DownloadSeen:
         under_way = fleet.status.download
-        if not fleet.spec.cache.download or under_way is None or self._health is None:
+        if not fleet.spec.cache.download:
             return DownloadSeen()
-        if under_way.state is DownloadState.DOWNLOADED:
-            return DownloadSeen()
+        claim = await self._around.claim(fleet, objects)
+        if under_way is None or self._health is None or under_way.state is DownloadState.DOWNLOADED:
+            return DownloadSeen(claim=claim)
         selector = LabelSelector(match_labels={DOWNLOAD_LABEL: under_way.job})
-        return await self._health.download_seen(self._pods.selected(fleet.metadata.namespace, selector))
+        seen = await self._health.download_seen(self._pods.selected(fleet.metadata.namespace, selector))
+        return replace(seen, claim=claim)
 
     async def _ensure_token(self, loop: _Loop) -> None:
         try:
@@ -426,8 +431,8 @@ class Fleets:
         key = key_of(body)
         try:
             await self._objects.delete(body)
-        except StoreForbidden as error:
-            loop.refused = loop.refused or _refusal(f'the deletion of {key[0]} "{key[1]}"', error)
+        except (StoreForbidden, ObjectInvalid) as error:
+            loop.left = loop.left or _refusal(f'the deletion of {key[0]} "{key[1]}"', error)
             return
         loop.log.info("%s %s is deleted", *key)
         self._children.put({**body, "metadata": {**body["metadata"], "deletionTimestamp": "now"}})

@@ -41,6 +41,7 @@ from poc_operator.fleets.self_check import (
 from poc_operator.fleets.strangers import is_stranger, keeper_of
 from poc_operator.observed import PodView, served_model
 from poc_operator.planning.eligibility import named
+from poc_operator.planning.snapshot import in_order
 from vllm_poc.wire.messages import Protocol
 
 #: How the message of a pod begins whose server cannot be asked, or does not answer.
@@ -101,8 +102,7 @@ def check_pods(
     """
     told = {entry.uid: entry for entry in fleet.status.pods}
     views = [
-        _View.of(fleet, resolved, pod, told.get(pod.uid), answers.get(pod.uid))
-        for pod in sorted(pods, key=lambda pod: pod.name)
+        _View.of(fleet, resolved, pod, told.get(pod.uid), answers.get(pod.uid)) for pod in sorted(pods, key=in_order)
     ]
     if not fleet.spec.self_check.enabled:
         return CheckedPods(pods=[_told(view, "it is not checked: selfCheck.enabled is false") for view in views])

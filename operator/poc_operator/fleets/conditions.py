@@ -124,6 +124,13 @@ class Verdict:
         texts = ([self.degraded[2]] if self.degraded[0] else []) + [text for _, text in findings]
         return replace(self, degraded=(True, reason, "; ".join(texts)))
 
+    def with_strangers(self, told: str) -> Self:
+        """Return the verdict whose message also tells of pods of others: they make the fleet no worse."""
+        if not told:
+            return self
+        holds, reason, message = self.ready
+        return replace(self, ready=(holds, reason, f"{message}; {told}"))
+
     def conditions(self, now: datetime, generation: int) -> list[Condition]:
         """Return the conditions as they are stored."""
         told = {

@@ -3,7 +3,8 @@
 
 One Job for each model, revision and PVC does it, with the pods' own image, variables and volumes, and where the pods
 may run. Until it has succeeded the StatefulSet stays as it is, or does not exist yet. That it has is recorded: the Job
-itself is deleted by Kubernetes after a while, and one that failed is then made anew.
+itself is deleted by Kubernetes after a while, and one that failed is then made anew. What it has downloaded is in one
+PVC: another one of its name is empty, so the model is downloaded again.
 
 The template of a Job never changes. So one that has not succeeded is deleted when the spec asks for another template,
 and made anew when it is gone. What it has downloaded stays in the PVC, and the next one goes on from there. A Job that
@@ -59,10 +60,14 @@ _NOT_FOR_DOWNLOADS = frozenset({"HF_HUB_OFFLINE", "VLLM_POC_TOKEN", "VLLM_POC_OP
 
 @dataclass(frozen=True, kw_only=True)
 class DownloadSeen:
-    """What is seen of a download: its pods, and what its running pod says of its percent, if it does."""
+    """What is seen of a download: its pods, and what its running pod says of its percent, if it does.
+
+    ``claim`` is the uid of its PVC: empty if there is none, None if that is not known.
+    """
 
     pods: Sequence[PodView] = ()
     percent: int | None = None
+    claim: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,17 +118,29 @@ def download(
     """Return what to do about the download. ``job`` is the Job as the API server has it. PatchError."""
     if not fleet.spec.cache.download:
         return DownloadStep(record=None)
-    name, old = job_name(fleet, resolved), fleet.status.download
-    if old is not None and old.job == name and old.state is DownloadState.DOWNLOADED:
-        return DownloadStep(record=old)
-    record, wanted = Download(job=name, model=resolved.model), _job(fleet, resolved, around)
+    name, told = job_name(fleet, resolved), fleet.status.download
+    old = told if told is not None and told.job == name else None
+    lost = old is not None and _is_in_another(old, seen)
+    # A Job that goes on while its PVC is lost has filled that one.
+    claim = old.claim if old is not None and old.claim and (job is not None or not lost) else seen.claim or ""
+    if old is not None and old.state is DownloadState.DOWNLOADED and not lost:
+        return DownloadStep(record=old.model_copy(update={"claim": claim}))
+    record, wanted = Download(job=name, model=resolved.model, claim=claim), _job(fleet, resolved, around)
     if job is None:
         # What an earlier Job said is told until the next one runs.
-        failed = old is not None and old.job == name and old.state is DownloadState.FAILED
-        return DownloadStep(job=wanted, record=old if failed else record)
-    if "Complete" not in _ended(job) and not _is_like(job, wanted):
+        failed = old is not None and old.state is DownloadState.FAILED
+        said = {"state": old.state, "message": old.message} if old is not None and failed else {}
+        return DownloadStep(job=wanted, record=record.model_copy(update=said))
+    if lost or _is_going(job) or ("Complete" not in _ended(job) and not _is_like(job, wanted)):
         return DownloadStep(record=record, outdated=not _is_going(job))
     return DownloadStep(record=record.model_copy(update=_state(job, seen)))
+
+
+def _is_in_another(old: Download, seen: DownloadSeen) -> bool:
+    """Whether the PVC of a download is gone, or another one has its name."""
+    if seen.claim == "":
+        return old.state is DownloadState.DOWNLOADED or bool(old.claim)
+    return seen.claim is not None and old.claim not in ("", seen.claim)
 
 
 def is_abandoned(fleet: PoCFleet, body: Mapping[str, Any], wanted: str) -> bool:

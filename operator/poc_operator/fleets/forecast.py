@@ -36,6 +36,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from enum import Enum, auto
 from itertools import pairwise
 from typing import Any, Self
 
@@ -57,6 +58,22 @@ _LATE = 1.25
 _SLOWER = 1.5
 #: So many objects are named in a message.
 _NAMED = 3
+
+
+class Spares(Enum):
+    """What an eviction must not take a pod from: looked at once more before it is done."""
+
+    NOTHING = auto()
+    SLOTS = auto()  # a round that has given the pod a slot
+    WORK = auto()  # any work that selects the fleet's pods, and that they can do
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """A pod to evict."""
+
+    pod: PodView
+    spares: Spares
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, CheckPod, check_pods, finding
 from poc_operator.fleets.conditions import PodCounts, Verdict
 from poc_operator.fleets.download import DownloadSeen, download, is_abandoned, job_name
-from poc_operator.fleets.forecast import WorkOnPods
+from poc_operator.fleets.forecast import Eviction, Spares, WorkOnPods
 from poc_operator.fleets.groups import HELD, partition_in, partition_of, with_partition
 from poc_operator.fleets.healing import Finding, Healed, faulty_gpus, heal
 from poc_operator.fleets.history import recorded
@@ -27,19 +27,19 @@ from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.progress import Watched
 from poc_operator.fleets.render import Object, render, signed
 from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve
-from poc_operator.fleets.rollback import differences, digest_of, server_template_of, template_of, with_template
-from poc_operator.fleets.stages import GpuErrors, Nodes, ordinal_of, with_stages
-from poc_operator.fleets.strangers import foreign, is_own, strangers
-from poc_operator.fleets.update import (
-    Eviction,
-    Spares,
-    UpdateSeen,
-    UpdateStep,
+from poc_operator.fleets.rollback import (
+    differences,
+    digest_of,
     failed_as,
-    plan_update,
+    server_template_of,
+    template_of,
+    with_template,
 )
+from poc_operator.fleets.stages import GpuErrors, Nodes, with_stages
+from poc_operator.fleets.strangers import foreign, is_own, strangers, strangers_came
+from poc_operator.fleets.update import UpdateSeen, UpdateStep, plan_update
 from poc_operator.observed import REVISION_LABEL, PodView
-from poc_operator.planning.snapshot import WorkEvent
+from poc_operator.planning.snapshot import WorkEvent, in_order, ordinal_of
 
 #: Kind and name of an object of the fleet's namespace.
 Key = tuple[str, str]
@@ -56,7 +56,7 @@ class FleetSnapshot:
 
     ``objects`` and ``pods`` are those with the fleet's label. ``settled`` has the versions of objects that were applied
     and do not look like what was wanted, since the API server writes some values in another way. ``refused`` is what
-    became of the last objects that could not be applied.
+    became of the last objects that could not be applied, and ``left`` of those that could not be deleted.
 
     ``health`` is what was seen of the pods' engines, ``gpu_errors`` what their GPUs tell of errors, and ``answers``
     are those to self-checks, each by the pods' uids. ``download`` is what is seen of the download that is under way.
@@ -72,6 +72,7 @@ class FleetSnapshot:
     pods: Sequence[PodView] = ()
     settled: Mapping[Key, str] = field(default_factory=dict)
     refused: Refusal | None = None
+    left: Refusal | None = None
     health: Mapping[str, Watched] = field(default_factory=dict)
     gpu_errors: Mapping[str, GpuErrors] = field(default_factory=dict)
     answers: Mapping[str, CheckAnswer] = field(default_factory=dict)
@@ -86,10 +87,11 @@ class FleetSnapshot:
 
     @cached_property
     def own(self) -> Sequence[PodView]:
-        """The pods that are the fleet's own. All others with its label are left alone."""
+        """The pods that are the fleet's own, by their numbers. All others with its label are left alone."""
         if self.stateful_set is None and self.refused is not None and self.refused.reason is Reason.OBJECT_CONFLICT:
             return []  # another StatefulSet may have the fleet's name, and not its label
-        return [pod for pod in self.pods if is_own(self.fleet, pod, self.stateful_set, self.groups)]
+        own = (pod for pod in self.pods if is_own(self.fleet, pod, self.stateful_set, self.groups))
+        return sorted(own, key=in_order)
 
     @property
     def staying(self) -> Sequence[PodView]:
@@ -162,6 +164,7 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     known = None if isinstance(resolved, Refusal) else resolved
     checked = check_pods(fleet, known, seen.staying, seen.answers, seen.now)
     parts = _Parts(seen, known, healed, checked)
+    others = strangers_came(fleet, strangers(fleet, seen.pods))
     hung = [
         Eviction(pod, Spares.NOTHING)
         for pod in healed.evict
@@ -169,7 +172,7 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     ]
     if isinstance(wanted, Refusal):
         status = parts.status(wanted, fleet.status.download, fleet.status.update)
-        return FleetStep(status=status, checks=checked.asks, evict=hung)
+        return FleetStep(status=status, checks=checked.asks, evict=hung, events=others)
     asked = _workload(wanted.objects)
     apply = [body for body in _held(seen, _with_good_template(seen, wanted.objects)) if _differs(seen, body)]
     update = _update(seen, wanted, asked, settled=seen.is_observed and _workload(apply) is None)
@@ -182,7 +185,7 @@ def plan(seen: FleetSnapshot) -> FleetStep:
         needs_token=not fleet.spec.auth.open,
         checks=checked.asks,
         evict=(*hung, *outdated),
-        events=update.events,
+        events=[*update.events, *others],
         # No watch tells when a budget allows an eviction again, or a pod has done the work of others.
         moves=update.moves or bool(update.evict) or bool(seen.busy),
     )
@@ -267,6 +270,7 @@ def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) ->
     return UpdateSeen(
         spec=fleet.spec.update,
         checks_pods=fleet.spec.self_check.enabled,
+        name=fleet.metadata.name,
         replicas=fleet.spec.replicas,
         by_number=fleet.spec.kubernetes_nodes > 1,
         port=fleet.spec.port,
@@ -367,7 +371,8 @@ class _Parts:
             outdated=outdated,
             observed=seen.is_observed,
         )
-        entries = with_stages(self.checked.pods, old.pods, pods, fleet.spec.port, seen.gpu_errors)
+        port, checks = fleet.spec.port, fleet.spec.self_check.enabled
+        entries = with_stages(self.checked.pods, old.pods, pods, port, seen.gpu_errors, checks_pods=checks)
         verdict = self._verdict(counts, refusal, ahead, update, entries)
         rate = resolved.nonces_per_minute if resolved is not None else None
         changes = {
@@ -405,10 +410,12 @@ class _Parts:
         entries: Sequence[FleetPod],
     ) -> Verdict:
         findings = [*self.healed.findings, *faulty_gpus(entries), *_unmonitored(self.seen)]
-        findings += strangers(self.seen.fleet, self.seen.pods)
+        findings += [(self.seen.left.reason, self.seen.left.message)] if self.seen.left is not None else []
+        others = strangers(self.seen.fleet, self.seen.pods)
         if refusal is not None:
-            return Verdict.of_refusal(refusal).with_findings(findings)
+            return Verdict.of_refusal(refusal).with_findings(findings).with_strangers(others)
         exists = self.seen.stateful_set is not None
         checks = finding(self.checked) if self.seen.fleet.spec.self_check.enabled else None
         found = Verdict.of_pods(counts, update).with_checks(checks).with_update(update)
-        return found.with_download(ahead, self.seen.download.pods, exists=exists).with_findings(findings)
+        found = found.with_download(ahead, self.seen.download.pods, exists=exists)
+        return found.with_findings(findings).with_strangers(others)

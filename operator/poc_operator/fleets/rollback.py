@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from poc_operator.apis.v1alpha1.fleet_update import FailedUpdate, UpdateStatus
 from poc_operator.fleets.groups import without_nulls
 from poc_operator.fleets.render import Object, signed
 
@@ -14,6 +15,15 @@ _NAMED = 3
 _SHOWN = 60
 #: Field of a LeaderWorkerSet with the templates of leaders and workers.
 _BOTH = "leaderWorkerTemplate"
+
+
+def failed_as(old: UpdateStatus, digest: str, *, checks_pods: bool) -> FailedUpdate | None:
+    """Return how a template with this digest has failed; None if it has not.
+
+    What self-checks have found does not count while there are none.
+    """
+    counting = (one for one in old.failed if checks_pods or not one.by_self_check)
+    return next((one for one in counting if one.digest == digest), None)
 
 
 def template_of(workload: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -2,7 +2,8 @@
 """Where each pod of a fleet is on its way to serving, why one does not get there, and the list of pods in the status.
 
 A stage is what the kubelet and the scheduler tell, and no more: whether vLLM downloads weights, reads them or compiles
-is not to be seen from outside, so all of that is Loading.
+is not to be seen from outside, so all of that is Loading. A pod that serves and has yet to be checked is Checking: it
+takes part in chat alone.
 
 What a pod with a new template meets decides whether the template is good. A Kubernetes node whose kubelet is away says
 nothing of it, and neither do pods there: one that the kubelet has not taken, or whose containers ended with the node.
@@ -15,9 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod, Stage
+from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod, Stage
 from poc_operator.observed import Container, KubernetesNode, PodView
 from poc_operator.planning.eligibility import named
+from poc_operator.planning.snapshot import in_order
 from vllm_poc.wire.answers import Gpu
 
 #: What pods wait for that passes by itself.
@@ -122,6 +124,11 @@ def is_hopeless(pod: PodView, nodes: Nodes, now: datetime) -> bool:
     return pod.waiting_for in _HOPELESS and since is not None and now - since >= timedelta(seconds=PATIENCE_SECONDS)
 
 
+def why_not_ready(pod: PodView, nodes: Nodes, now: datetime) -> str:
+    """Say in a few words why a pod is not ready."""
+    return node_fault(pod, nodes) or (pod.waiting_for if is_hopeless(pod, nodes, now) else "not ready")
+
+
 def why_not_running(pod: PodView, nodes: Nodes, now: datetime, limit: int) -> str | None:
     """Say why the template of a pod is not good, which is to be ready within ``limit`` seconds; None if it may be."""
     if pod.ready or node_fault(pod, nodes):
@@ -163,33 +170,30 @@ def _was_ready(pod: PodView, container: Container) -> bool:
     return started is not None and since is not None and started < since
 
 
-def ordinal_of(name: str) -> int:
-    """Return the number of a StatefulSet's pod by its name; -1 for a pod of another name."""
-    number = name.rpartition("-")[2]
-    return int(number) if number.isdecimal() else -1
-
-
-def in_order(pod: PodView) -> tuple[int, str]:
-    """Return what a StatefulSet's pods are sorted by: their numbers."""
-    return ordinal_of(pod.name), pod.name
-
-
 def with_stages(
     entries: Sequence[FleetPod],
     old: Sequence[FleetPod],
     pods: Sequence[PodView],
     port: int,
     gpu_errors: Mapping[str, GpuErrors],
+    *,
+    checks_pods: bool = False,
 ) -> list[FleetPod]:
     """Return the entries of these pods, in the order of their numbers, with their stages and what their GPUs tell.
 
     ``old`` are the entries of before, and ``gpu_errors`` those of the GPUs, by the pod's uid, as far as they are known.
     """
     known, before = {entry.uid: entry for entry in entries}, {entry.uid: entry for entry in old}
-    return [
+    found = [
         _entry(known[pod.uid], before.get(pod.uid), pod, port, gpu_errors.get(pod.uid, GpuErrors()))
         for pod in sorted(pods, key=in_order)
     ]
+    return [_in_check(entry) for entry in found] if checks_pods else found
+
+
+def _in_check(entry: FleetPod) -> FleetPod:
+    waits = entry.stage is Stage.READY and entry.result is CheckResult.PENDING
+    return entry.model_copy(update={"stage": Stage.CHECKING}) if waits else entry
 
 
 def _entry(entry: FleetPod, before: FleetPod | None, pod: PodView, port: int, errors: GpuErrors) -> FleetPod:

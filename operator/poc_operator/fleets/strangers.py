@@ -10,16 +10,20 @@ another pod decides about it, and a pod that nobody keeps would not come back.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_KIND
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.resolve import Refusal
 from poc_operator.observed import Owner, PodView
 from poc_operator.planning.eligibility import named
+from poc_operator.planning.snapshot import WorkEvent, in_order
 
 Object = Mapping[str, Any]
 
 _KEEPER = "StatefulSet"
+#: By these words a message that tells of pods of others is known.
+_TOLD = "pods of others have the label"
 
 
 def foreign(fleet: PoCFleet, found: Mapping[str, Any]) -> Refusal | None:
@@ -75,18 +79,25 @@ def _is_kept(fleet: PoCFleet, stateful_set: Object, groups: Object | None) -> bo
     return groups is None or (owner.uid == groups["metadata"].get("uid") and foreign(fleet, groups) is None)
 
 
-def strangers(fleet: PoCFleet, pods: Iterable[PodView]) -> list[tuple[Reason, str]]:
-    """Tell of pods that have the fleet's label and are not its own."""
-    found = sorted(
-        (one for one in pods if one.stays and is_stranger(fleet.metadata.name, one)), key=lambda one: one.name
-    )
+def strangers(fleet: PoCFleet, pods: Iterable[PodView]) -> str:
+    """Tell of pods that have the fleet's label and are not its own; empty without any.
+
+    It is no fault of the fleet: its own pods serve and compute as they should.
+    """
+    theirs = (one for one in pods if one.stays and is_stranger(fleet.metadata.name, one))
+    found = sorted(theirs, key=in_order)
     if not found:
+        return ""
+    label = f"{FLEET_LABEL}={fleet.metadata.name}"
+    return f"{_TOLD} {label}: {named(found, keeper_of)}; the fleet leaves them alone: take the label from them"
+
+
+def strangers_came(fleet: PoCFleet, told: str) -> list[WorkEvent]:
+    """Return the Event about pods of others, unless the status has told of some before."""
+    ready = fleet.status.own_conditions.get(ConditionType.READY)
+    if not told or (ready is not None and _TOLD in ready.message):
         return []
-    text = (
-        f"pods of others have the label {FLEET_LABEL}={fleet.metadata.name}: {named(found, keeper_of)}; the fleet "
-        "leaves them alone: take the label from them"
-    )
-    return [(Reason.OBJECT_CONFLICT, text)]
+    return [WorkEvent(reason=Reason.PODS_OF_OTHERS, message=told, warning=True)]
 
 
 def keeper_of(pod: PodView) -> str:

@@ -14,9 +14,11 @@ that has the new revision, whoever replaced it. It has passed when it is ready a
 failed when its self-check has failed, it crashes, its image cannot be had, or it is not ready within
 ``startupSeconds``. So has one that is ready, and could not be checked for as long. Then the StatefulSet gets the
 template of the last good revision back, the canary is replaced once more, and the failed template is not tried again.
-Without a good revision it stays, and the update goes on once it works. A canary that Kubernetes does not create within
-``startupSeconds`` of its eviction has failed too: its template may be refused. One that no Kubernetes node has room
-for, or whose node is not well, has not: it waits, as `poc_operator.fleets.stages` says.
+Without a good revision it stays, and the update goes on once it works. One that no Kubernetes node has room for, or
+whose node is not well, has not failed: it waits, as `poc_operator.fleets.stages` says.
+
+A pod that is missing comes with the newest revision, so it is the canary. One that Kubernetes does not create within
+``startupSeconds`` has failed too, since its template may be refused. Another template has that time anew.
 
 Later pods do not fail an update, since the canary has shown that the template can work: as with ``kubectl rollout``
 nothing goes back by itself. One that has failed like a canary stops the update until it works. Whoever looks decides
@@ -29,7 +31,6 @@ they wait for no round. What others wait for is in `poc_operator.fleets.forecast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from enum import Enum, auto
 from functools import cached_property
 from itertools import takewhile
 
@@ -37,10 +38,19 @@ from poc_operator.apis.v1alpha1.fleet_update import MAX_FAILED, FailedUpdate, Up
 from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod, Update, UpdateStrategy
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CANNOT_CHECK
-from poc_operator.fleets.forecast import WorkOnPods, blocker, remembered, replacement_seconds, startup_seconds
-from poc_operator.fleets.stages import Nodes, in_order, is_hopeless, node_fault, ordinal_of, why_not_running
+from poc_operator.fleets.forecast import (
+    Eviction,
+    Spares,
+    WorkOnPods,
+    blocker,
+    remembered,
+    replacement_seconds,
+    startup_seconds,
+)
+from poc_operator.fleets.rollback import failed_as
+from poc_operator.fleets.stages import Nodes, is_hopeless, node_fault, why_not_ready, why_not_running
 from poc_operator.observed import PodView
-from poc_operator.planning.snapshot import WorkEvent
+from poc_operator.planning.snapshot import WorkEvent, in_order, ordinal_of
 
 #: So many pods are named in a message.
 _NAMED = 3
@@ -49,30 +59,14 @@ _IF_MEANT = "; if the change is meant, set selfCheck.enabled to false until all 
 _OVERRIDE = " (update.strategy Immediate does not wait)"
 
 
-class Spares(Enum):
-    """What an eviction must not take a pod from: looked at once more before it is done."""
-
-    NOTHING = auto()
-    SLOTS = auto()  # a round that has given the pod a slot
-    WORK = auto()  # any work that selects the fleet's pods, and that they can do
-
-
-@dataclass(frozen=True)
-class Eviction:
-    """A pod to evict."""
-
-    pod: PodView
-    spares: Spares
-
-
 @dataclass(frozen=True, kw_only=True)
 class UpdateSeen:
     """What one plan of an update sees.
 
-    ``newest`` is the StatefulSet's newest revision; ``settled`` says that Kubernetes has seen the StatefulSet as it is
-    wanted. ``digest`` is that of the template that the spec asks for. ``checks`` are by the pods' uids. ``busy`` says
-    why pods could not be evicted a moment ago, by their uids. ``unevicted`` says for longer why the API server did not
-    evict them, which is asked again. ``evicted`` are those that were evicted and may still look as before.
+    ``name`` is the fleet's, and ``newest`` the StatefulSet's newest revision. ``settled`` says that Kubernetes has
+    seen the StatefulSet as it is wanted. ``digest`` is that of the template that the spec asks for. ``checks`` are by
+    the pods' uids. ``busy`` says why pods could not be evicted a moment ago, by their uids, and ``unevicted`` for
+    longer why the API server did not evict them. ``evicted`` are those that were, and may still look as before.
     ``by_number`` says that a pod can get the newest revision only after all with higher numbers, and that Kubernetes
     replaces a pod that crashes. ``startup_limit`` and ``grace`` are seconds: for the start of a pod, and for its end.
     ``nodes`` are the Kubernetes nodes that are known, by name.
@@ -80,6 +74,7 @@ class UpdateSeen:
 
     spec: Update
     checks_pods: bool
+    name: str
     replicas: int
     port: int
     old: UpdateStatus
@@ -110,15 +105,6 @@ class UpdateStep:
     evict: Sequence[Eviction] = ()
     events: Sequence[WorkEvent] = ()
     moves: bool = False
-
-
-def failed_as(old: UpdateStatus, digest: str, *, checks_pods: bool) -> FailedUpdate | None:
-    """Return how a template with this digest has failed; None if it has not.
-
-    What self-checks have found does not count while there are none.
-    """
-    counting = (one for one in old.failed if checks_pods or not one.by_self_check)
-    return next((one for one in counting if one.digest == digest), None)
 
 
 def _on_its_way(seen: UpdateSeen, old: UpdateStatus) -> UpdateStatus:
@@ -223,10 +209,8 @@ class _View:
 
     def is_lost(self, pod: PodView) -> bool:
         """Whether a pod cannot work, and has no slot: nothing is lost with it."""
-        return pod.uid not in self.slots and (self.failed_check(pod) or (not pod.ready and self._is_hopeless(pod)))
-
-    def _is_hopeless(self, pod: PodView) -> bool:
-        return is_hopeless(pod, self.seen.nodes, self.seen.now)
+        hopeless = not pod.ready and is_hopeless(pod, self.seen.nodes, self.seen.now)
+        return pod.uid not in self.slots and (hopeless or self.failed_check(pod))
 
     def why_failed(self, pod: PodView) -> str | None:
         """Say why a pod with the newest revision has failed; None if it has not."""
@@ -269,6 +253,8 @@ class _View:
 
     def note_canary(self) -> None:
         """Remember since when the first pod with the newest revision is waited for, or, ready, cannot be checked."""
+        if self._missing and not (self.seen.by_number or self.updated or self.awaits_canary):
+            self.old = self.old.model_copy(update={"canary": self._missing[-1], "canary_time": None})
         awaited = self.updated if self.seen.by_number else self.awaits_canary
         since = self.old.canary_time
         refused = [pod for pod in self.updated if self._is_refused(pod)]
@@ -278,6 +264,17 @@ class _View:
             refused and (since is None or any(self._is_newer(p, since) for p in refused))
         ):
             self.old = self.old.model_copy(update={"canary_time": self.seen.now})
+
+    @property
+    def _missing(self) -> Sequence[str]:
+        """The names of pods that are to be created, and come with the newest revision."""
+        there = {pod.name for pod in self.seen.pods}
+        return [name for number in range(self.seen.replicas) if (name := f"{self.seen.name}-{number}") not in there]
+
+    @property
+    def begun(self) -> UpdateStatus:
+        """The status of an update that begins with a canary: what one before it has waited for does not count."""
+        return self.old.model_copy(update={"canary": "", "canary_time": None})
 
     @property
     def _must_end_first(self) -> bool:
@@ -302,17 +299,14 @@ class _View:
             return None
         if self.seen.now - since <= timedelta(seconds=limit):
             return None
-        canary = self.old.canary
+        canary, nodes = self.old.canary, self.seen.nodes
         if self.updated:
-            crashes = self.seen.by_number and all(pod.node and not self._node_fault(pod) for pod in self.updated)
+            crashes = self.seen.by_number and all(pod.node and not node_fault(pod, nodes) for pod in self.updated)
             return f"pod {canary or 'with it'} was not ready within {limit} s: its group may crash" if crashes else None
         if not self.awaits_canary or self._canary_exists:
             return None
-        return f"pod {canary} was not created within {limit} s: the events of its {self._maker} say why"
-
-    @property
-    def _maker(self) -> str:
-        return "LeaderWorkerSet" if self.seen.by_number else "StatefulSet"
+        maker = "LeaderWorkerSet" if self.seen.by_number else "StatefulSet"
+        return f"pod {canary} was not created within {limit} s: the events of its {maker} say why"
 
     def evictions(self, limit: int) -> tuple[Sequence[Eviction], str]:
         """Return up to ``limit`` pods to evict, and what the update does or waits for."""
@@ -377,10 +371,7 @@ class _View:
     def _state(self, pod: PodView) -> str:
         if pod.ready:
             return "self-check failed" if self.failed_check(pod) else "self-check"
-        return self._node_fault(pod) or (pod.waiting_for if self._is_hopeless(pod) else "not ready")
-
-    def _node_fault(self, pod: PodView) -> str:
-        return node_fault(pod, self.seen.nodes)
+        return why_not_ready(pod, self.seen.nodes, self.seen.now)
 
     def progress(self, doing: str) -> str:
         """Say how far the update is, and what it does."""
@@ -395,13 +386,14 @@ class _View:
 def _without_old_pods(view: _View) -> UpdateStep:
     """Note that all pods have the newest revision, once they are all available."""
     seen, old = view.seen, view.old
-    if old.phase is UpdatePhase.CANARY:
+    told: Sequence[WorkEvent] = ()
+    begins = _begins_without_pods(view)
+    view.old = view.begun if begins else old
+    if begins or (old.phase is UpdatePhase.CANARY and old.digest == seen.digest):
         step = _canary(view, ())  # it may be the only pod
         if step.status.phase is not UpdatePhase.ROLLING:
             return step
         told = step.events
-    else:
-        told = ()
     running = old.phase in _UNDER_WAY
     complete = len(view.pods) == seen.replicas and not view.away
     if running and not complete:
@@ -413,6 +405,15 @@ def _without_old_pods(view: _View) -> UpdateStep:
         status = status.model_copy(update={"good_revision": seen.newest, "failed": view.other_failures})
     done = WorkEvent(reason=Reason.UPDATE_COMPLETE, message=f"all {seen.replicas} pods have revision {seen.newest}")
     return UpdateStep(status=status, events=[*told, done] if running else [])
+
+
+def _begins_without_pods(view: _View) -> bool:
+    """Whether another template is to prove itself on pods that were missing, as after one that was refused."""
+    seen, old = view.seen, view.old
+    if old.digest == seen.digest or not seen.spec.canary or seen.newest == old.good_revision:
+        return False
+    was_good = bool(old.good_revision) and seen.spec.strategy is not UpdateStrategy.NEVER
+    return old.phase is UpdatePhase.CANARY or (was_good and seen.replicas > 0 and not view.updated)
 
 
 def _begun(view: _View) -> UpdateStep:
@@ -428,7 +429,7 @@ def _begun(view: _View) -> UpdateStep:
     first = seen.spec.canary and seen.newest != old.good_revision
     is_canary = old.phase is UpdatePhase.CANARY if goes_on else first
     if is_canary and seen.spec.canary:
-        view.old = old if goes_on else old.model_copy(update={"canary": "", "canary_time": None})
+        view.old = old if goes_on else view.begun
         return _canary(view, events)
     return _rolling(view, events)
 

@@ -27,6 +27,23 @@ WorkT_co = TypeVar("WorkT_co", bound=Work, covariant=True)
 StatusT = TypeVar("StatusT", bound=WorkStatus)
 
 
+def ordinal_of(name: str) -> int:
+    """Return the number of a StatefulSet's pod by its name; -1 for a pod of another name."""
+    number = name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def by_number(name: str) -> tuple[str, int, str]:
+    """Return what names of pods are sorted by: demo-2 comes before demo-10, and after chat-10."""
+    number = ordinal_of(name)
+    return name.rpartition("-")[0] if number >= 0 else name, number, name
+
+
+def in_order(pod: PodView) -> tuple[str, int, str]:
+    """Return what pods are sorted by: the StatefulSets' names, and the numbers in each."""
+    return by_number(pod.name)
+
+
 #: Where a round stands in the queue for pods; the least goes first.
 Place = tuple[int, int, int, datetime, str]
 
@@ -84,12 +101,12 @@ class Snapshot(Generic[WorkT_co]):
     @cached_property
     def live_pods(self) -> Sequence[PodView]:
         """Pods that are not on their way out, in a stable order."""
-        return sorted((pod for pod in self.pods if pod.stays), key=lambda pod: pod.name)
+        return sorted((pod for pod in self.pods if pod.stays), key=in_order)
 
     @cached_property
     def existing_pods(self) -> Sequence[PodView]:
         """Pods that may compute, those on their way out and those that are not selected too, in a stable order."""
-        return sorted((pod for pod in [*self.pods, *self.others] if not pod.gone), key=lambda pod: pod.name)
+        return sorted((pod for pod in [*self.pods, *self.others] if not pod.gone), key=in_order)
 
     @cached_property
     def answering(self) -> Sequence[tuple[PodView, PodReport]]:

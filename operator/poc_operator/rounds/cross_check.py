@@ -14,7 +14,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, CrossCheck, CrossCheckStatus, Deviation, RoundSpec
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import Answer, PodReport
-from poc_operator.planning.snapshot import AskPod, WorkEvent, named_nonces
+from poc_operator.planning.snapshot import AskPod, WorkEvent, by_number, named_nonces
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from vllm_poc.wire.answers import PowState
 from vllm_poc.wire.artifacts import decode_vector
@@ -137,7 +137,7 @@ def deviations(values: Mapping[str, Values], nonces: Sequence[int], limit: float
         for group in _groups({pod: found.get(nonce) for pod, found in values.items()}, limit):
             if 2 * len(group) <= len(values):
                 mismatches.update(group)
-    return [Deviation(pod=pod, mismatches=count) for pod, count in sorted(mismatches.items())]
+    return [Deviation(pod=pod, mismatches=mismatches[pod]) for pod in sorted(mismatches, key=by_number)]
 
 
 def _groups(values: Mapping[str, Sequence[float] | None], limit: float) -> list[list[str]]:

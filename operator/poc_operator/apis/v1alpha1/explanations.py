@@ -85,14 +85,21 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.OBJECT_CONFLICT: Explanation(
         "Stalled=True, Degraded=True, Event",
-        "An object that the fleet needs exists and does not belong to it, or pods of others have the fleet's label. "
-        "The fleet leaves both alone.",
-        "Delete that object, or give the fleet another name. Take the label `poc.gonka.ai/fleet` from pods of others.",
+        "An object that the fleet needs exists and does not belong to it. The fleet leaves it alone.",
+        "Delete that object, or give the fleet another name.",
+        _FLEET,
+    ),
+    Reason.PODS_OF_OTHERS: Explanation(
+        "Event",
+        "Pods of others have the fleet's label. The fleet leaves them alone, but chat and rounds go by the label. "
+        "The message of the fleet names them as long as they are there.",
+        "Take the label `poc.gonka.ai/fleet` from them.",
         _FLEET,
     ),
     Reason.OBJECT_REFUSED: Explanation(
-        "Stalled=True",
-        "The API server refuses an object of the fleet. The message has its words.",
+        "Stalled=True, Degraded=True, Event",
+        "The API server refuses an object of the fleet, or the deletion of an earlier download. The message has its "
+        "words. `Stalled` is True only if an object is refused.",
         "Change what it names. If a right is missing, install the chart with `fleets.enabled`.",
         _FLEET,
     ),

@@ -85,6 +85,7 @@ class Stage(StrEnum):
     CREATING = "Creating"
     PULLING = "Pulling"
     LOADING = "Loading"
+    CHECKING = "Checking"
     READY = "Ready"
     NOT_READY = "NotReady"
     FAILING = "Failing"
@@ -134,8 +135,9 @@ class FleetPod(ApiModel):
     """Revision of the template that it was made from."""
     stage: Annotated[Stage, Open()] = Stage.PENDING
     """Where it is on its way to serving. Pending until it has a Kubernetes node, Creating until that has its volumes
-    and its network. Then Pulling until its container exists, Loading until vLLM serves, and Ready. NotReady has served
-    and does not answer its probe now. Failing does not run, and waiting does not help."""
+    and its network. Then Pulling until its container exists, Loading until vLLM serves, Checking until its
+    self-check has a result, and Ready. NotReady has served and does not answer its probe now. Failing does not run, and
+    waiting does not help."""
     node: str = ""
     """Kubernetes node that it was given to."""
     memory_errors: Int64 | None = None
@@ -174,6 +176,8 @@ class Download(ApiModel):
     """Name of the Job, another one for each model, revision and PVC."""
     model: str
     """Hub id of the model."""
+    claim: str = ""
+    """UID of the PVC that has it. Another PVC of the same name does not. Empty if it is not known."""
     state: Annotated[DownloadState, Open()] = DownloadState.DOWNLOADING
     """How far it is."""
     percent: Int32 | None = None

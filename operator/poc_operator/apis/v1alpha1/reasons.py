@@ -50,6 +50,7 @@ class Reason(StrEnum):
     PODS_FAILING = "PodsFailing"
     PODS_IDLE = "PodsIdle"
     PODS_LEFT = "PodsLeft"
+    PODS_OF_OTHERS = "PodsOfOthers"
     PODS_OUTDATED = "PodsOutdated"
     PODS_UNREACHABLE = "PodsUnreachable"
     PODS_UNSCHEDULABLE = "PodsUnschedulable"

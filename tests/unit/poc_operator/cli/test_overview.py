@@ -11,6 +11,7 @@ from poc_operator.cli.output import bar, number, period
 from poc_operator.cli.overview import Seen, goal, overview
 from poc_operator.cli.overview_tables import MOST_OVER, recent
 from poc_operator.cli.pod_metrics import Chat, parse_chat
+from poc_operator.observed import PodView
 from tests.unit.poc_operator.cli import seen
 
 
@@ -55,6 +56,12 @@ def test_two_looks_give_the_rate_and_the_share_of_chat() -> None:
     assert [one.rate for one in overview(after).rounds[0].slots] == [None, None]
     restarted = Seen(now=after.now, rounds=[found], chat={key: Chat()})
     assert [one.rate for one in overview(restarted, before).rounds[0].slots] == [None, None]
+
+
+def test_pods_stand_in_the_order_of_their_numbers() -> None:
+    names = [("a", "demo-0"), ("a", "demo-2"), ("a", "demo-10"), ("b", "chat-1"), ("b", "demo-1")]
+    pods = [PodView(name=name, namespace=namespace, uid=name) for namespace, name in sorted(names)]
+    assert [(row.namespace, row.name) for row in overview(Seen(now=seen.START, pods=pods)).pods] == names
 
 
 def test_rounds_that_are_over_come_last() -> None:

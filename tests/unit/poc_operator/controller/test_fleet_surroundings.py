@@ -9,6 +9,7 @@ import pytest
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_KIND
 from poc_operator.clients.errors import StoreForbidden
 from poc_operator.controller.fleet_surroundings import (
+    CLAIM_SECONDS,
     NODE_SECONDS,
     SURROUNDINGS_SECONDS,
     FleetChildren,
@@ -186,3 +187,41 @@ async def test_a_list_without_a_kind_that_the_cluster_has_is_no_list() -> None:
     assert (await children.of("ns", "demo", 60.0)).keys() == {("StatefulSet", "demo")}
     objects.kinds |= {GROUPS_KIND}
     assert (await children.of("ns", "demo", 60.0)).keys() == {("StatefulSet", "demo"), (GROUPS_KIND, "demo")}
+
+
+class Claims:
+    """PVCs by their names, and how often they were asked for."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+        self.refused = False
+        self.asked = 0
+
+    async def get(self, kind: str, namespace: str, name: str) -> Any:  # noqa: ANN401
+        assert (kind, namespace) == ("PersistentVolumeClaim", "ns")
+        self.asked += 1
+        if self.refused:
+            raise StoreForbidden("HTTP 403")
+        return self.found.get(name)
+
+
+async def test_the_pvc_that_a_fleet_names_is_read_now_and_then() -> None:
+    claims, now = Claims(), 0.0
+    around = FleetSurroundings(cast(Any, claims), FleetOptions(), lambda: now)
+    fleet = a_fleet(cache={"existingClaim": "weights", "download": True})
+    for found, expected in ((None, ""), ({"metadata": {"uid": "pvc-1"}}, "pvc-1")):
+        claims.found["weights"] = found
+        for _ in range(3):
+            assert await around.claim(fleet, {}) == expected
+        now += CLAIM_SECONDS
+    claims.refused = True
+    assert (await around.claim(fleet, {}), claims.asked) == (None, 3)
+
+
+async def test_the_pvc_of_a_fleet_is_among_its_objects() -> None:
+    claims = Claims()
+    around = FleetSurroundings(cast(Any, claims), FleetOptions())
+    fleet = a_fleet(cache={"size": "1Gi", "download": True})
+    assert await around.claim(fleet, {}) is None
+    found = {("PersistentVolumeClaim", "demo-cache"): {"metadata": {"uid": "pvc-1"}}}
+    assert (await around.claim(fleet, found), claims.asked) == ("pvc-1", 0)

@@ -20,7 +20,7 @@ from poc_operator.controller.fleet_updates import (
     labels_of,
 )
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
-from poc_operator.fleets.update import Eviction, Spares
+from poc_operator.fleets.forecast import Eviction, Spares
 from poc_operator.observed import REVISION_LABEL, Container, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import a_fleet

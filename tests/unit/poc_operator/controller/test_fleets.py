@@ -127,6 +127,10 @@ class Cluster:
         self._meet("fleets")
         return self.bodies
 
+    def condition(self, name: str, kind: str) -> tuple[str, str, str]:
+        found = next(one for one in self.statuses[name]["conditions"] if one["type"] == kind)
+        return found["status"], found["reason"], found["message"]
+
     def reason(self, name: str) -> str:
         return str(self.statuses.get(name, {}).get("reason", ""))
 
@@ -284,9 +288,9 @@ async def test_a_download_with_another_template_is_deleted_and_made_anew(cluster
     (job,) = (key for key in cluster.objects if key[0] == "Job")
     cluster.faults["delete Job"] = StoreForbidden("HTTP 403")
     kept.changed(changed())
-    await until(lambda: cluster.reason("demo") == "ObjectRefused")
     says = f'the deletion of Job "{job[1]}" is refused: HTTP 403; install the chart with fleets.enabled=true'
-    assert cluster.statuses["demo"]["message"] == says
+    await until(lambda: cluster.condition("demo", "Degraded") == ("True", "ObjectRefused", says))
+    assert cluster.reason("demo") == "Downloading"
     cluster.faults.clear()
     await until(lambda: job in cluster.going)
     # While it is listed, another of its name cannot be made.
@@ -296,6 +300,24 @@ async def test_a_download_with_another_template_is_deleted_and_made_anew(cluster
     await until(lambda: job in cluster.objects)
     assert cluster.objects[job]["spec"]["template"]["spec"]["containers"][0]["image"] == "b"
     await until(lambda: cluster.reason("demo") == "Downloading")
+
+
+@pytest.mark.parametrize("error", [StoreForbidden("HTTP 403"), ObjectInvalid("denied")])
+async def test_an_old_download_that_cannot_be_deleted_holds_up_nothing_else(
+    cluster: Cluster, kept: Fleets, error: Exception
+) -> None:
+    kept.changed(body_of("demo", **AHEAD))
+    await until(lambda: cluster.reason("demo") == "Downloading")
+    cluster.faults["delete Job"] = error
+    kept.changed(changed(cache={"existingClaim": "weights"}))
+    await until(lambda: ("StatefulSet", "demo") in cluster.applied)
+    await until(lambda: cluster.reason("demo") == "ReplicasNotReady")
+    status, reason, message = cluster.condition("demo", "Degraded")
+    assert (status, reason) == ("True", "ObjectRefused")
+    assert "the deletion of Job" in message
+    assert cluster.condition("demo", "Stalled")[0] == "False"
+    cluster.faults.clear()
+    await until(lambda: bool(cluster.going) and cluster.condition("demo", "Degraded")[0] == "False")
 
 
 async def test_the_download_of_a_fleet_that_is_gone_is_left_alone(cluster: Cluster, kept: Fleets) -> None:

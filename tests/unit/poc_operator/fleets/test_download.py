@@ -171,6 +171,59 @@ def test_a_job_is_for_one_model_revision_and_pvc(change: dict[str, Any]) -> None
     assert [key_of(body) for body in step.delete] == [("Job", before)], "it would fill the PVC with what nobody wants"
 
 
+def downloaded(claim: str | None = "pvc-1") -> World:
+    """A fleet whose model is in a PVC, and whose Job is gone."""
+    world = World()
+    world.turn(download=DownloadSeen(claim=claim))
+    world.job(DONE)
+    world.turn(download=DownloadSeen(claim=claim))
+    del world.objects["Job", world.jobs()[0]]
+    assert not world.turn(download=DownloadSeen(claim=claim)).apply
+    assert world.status["download"]["state"] == "Downloaded"
+    return world
+
+
+@pytest.mark.parametrize("now", ["pvc-2", ""], ids=["another", "gone"])
+def test_another_pvc_of_the_name_has_no_weights(now: str) -> None:
+    world = downloaded()
+    template = world.objects["StatefulSet", "demo"]["spec"]
+    step = world.turn(download=DownloadSeen(claim=now))
+    assert (len(world.jobs()), step.status.reason) == (1, Reason.DOWNLOADING)
+    world.job(RUNNING)
+    assert world.turn(download=DownloadSeen(claim="pvc-2")).status.reason == Reason.DOWNLOADING
+    assert world.objects["StatefulSet", "demo"]["spec"] == template
+    world.job(DONE)
+    world.turn(download=DownloadSeen(claim="pvc-2"))
+    assert (world.status["download"]["state"], world.status["download"]["claim"]) == ("Downloaded", "pvc-2")
+
+
+def test_a_job_that_has_filled_another_pvc_is_made_anew() -> None:
+    world = World()
+    world.turn(download=DownloadSeen(claim="pvc-1"))
+    (name,) = world.jobs()
+    world.job(DONE)
+    for _ in range(2):  # until it is gone, nothing is downloaded
+        going = world.objects["Job", name]
+        step = world.turn(download=DownloadSeen(claim="pvc-2"))
+        assert (step.status.reason, world.served()) == (Reason.DOWNLOADING, None)
+        world.objects["Job", name] = {**going, "metadata": {**going["metadata"], "deletionTimestamp": "now"}}
+    del world.objects["Job", name]
+    world.turn(download=DownloadSeen(claim="pvc-2"))
+    world.job(DONE)
+    world.turn(download=DownloadSeen(claim="pvc-2"))
+    assert (world.served(), world.status["download"]["claim"]) == ("org/model", "pvc-2")
+
+
+def test_what_an_earlier_operator_downloaded_is_believed() -> None:
+    """Its status does not say into which PVC; neither is a PVC known that the operator may not read."""
+    world = downloaded(None)
+    del world.status["download"]["claim"]
+    for claim in (None, "pvc-1", None, "pvc-1"):
+        assert not world.turn(download=DownloadSeen(claim=claim)).apply
+        assert world.status["download"]["state"] == "Downloaded"
+    assert world.turn(download=DownloadSeen(claim="pvc-2")).apply
+
+
 def a_patch(**spec: Any) -> dict[str, Any]:  # noqa: ANN401
     return {"podTemplate": {"spec": spec}}
 

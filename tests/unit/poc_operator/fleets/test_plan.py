@@ -335,3 +335,14 @@ def test_a_fleet_that_is_refused_checks_its_pods_all_the_same() -> None:
     fleet = a_fleet(replicas=3, selfCheck={}, podTemplate={"spec": {"containers": 1}})
     step = look(fleet, {}, PODS)
     assert (step.status.reason, len(step.checks)) == ("PodTemplateInvalid", 3)
+
+
+def test_pods_are_told_of_in_the_order_of_their_numbers() -> None:
+    labels = {FLEET_LABEL: "demo"}
+    pods = [PodView(name=f"demo-{n}", namespace="ns", uid=f"u{n}", labels=labels) for n in (10, 11, 2, 1)]
+    others = [PodView(name=f"other-x-{n}", namespace="ns", uid=f"o{n}", labels=labels) for n in (10, 2)]
+    status = plan(FleetSnapshot(fleet=a_fleet(replicas=12), around=AROUND, now=NOW, pods=[*others, *pods])).status
+    assert [pod.name for pod in status.pods] == ["demo-1", "demo-2", "demo-10", "demo-11"]
+    for names in (("demo-1", "demo-2", "demo-10"), ("other-x-2", "other-x-10")):
+        places = [status.message.index(f"{name} (") for name in names]
+        assert places == sorted(places), status.message

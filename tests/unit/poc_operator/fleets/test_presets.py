@@ -4,17 +4,23 @@
 from fnmatch import fnmatchcase
 
 import pytest
+import yaml
 
 from poc_gateway.node_api.job_results import NETWORK_DISTANCES
+from poc_operator.apis.v1alpha1.fleet import FleetSpec
 from poc_operator.fleets.resolve import (
     Invalid,
     Preset,
     PresetError,
     PresetStatTest,
+    Resolved,
     packaged,
     parse_preset,
+    resolve,
     with_config_maps,
 )
+from tests.docs.pages import ROOT
+from tests.unit.poc_operator.fleets.build import AROUND
 from vllm_poc.wire.messages import Protocol
 
 SMALL = """
@@ -147,3 +153,20 @@ def test_a_wrong_preset_of_a_config_map_harms_no_other_and_says_where_it_is() ->
     assert isinstance(found["small"], Invalid)
     assert "another ConfigMap has this preset too" in found["small"].why
     assert all(found[name] == preset for name, preset in packaged().items())
+
+
+EXAMPLES = [
+    FleetSpec.model_validate(body["spec"])
+    for path in sorted((ROOT / "docs" / "examples").glob("fleet-*.yaml"))
+    for body in yaml.safe_load_all(path.read_text())
+]
+
+
+@pytest.mark.parametrize("name", packaged())
+def test_each_packaged_preset_has_an_example_that_works(name: str) -> None:
+    found = [spec for spec in EXAMPLES if spec.model.preset == name]
+    assert found
+    for spec in found:
+        resolved = resolve(spec, AROUND, chosen="")
+        assert isinstance(resolved, Resolved), resolved
+        assert resolved.model == packaged_preset(name).model

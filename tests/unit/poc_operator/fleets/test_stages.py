@@ -115,6 +115,22 @@ def test_the_list_follows_the_numbers_and_keeps_what_else_is_known() -> None:
 
 
 @pytest.mark.parametrize(
+    ("result", "checks_pods", "stage"),
+    [
+        (CheckResult.PENDING, True, Stage.CHECKING),
+        (CheckResult.PENDING, False, Stage.READY),
+        (CheckResult.PASSED, True, Stage.READY),
+        (CheckResult.FAILED, True, Stage.READY),
+    ],
+)
+def test_a_pod_that_serves_is_checked_before_it_is_ready(result: CheckResult, checks_pods: bool, stage: Stage) -> None:
+    pods = [body_of(name="demo-0", state=RUNNING, started=True, Ready="True"), body_of(name="demo-1", state=RUNNING)]
+    entries = [FleetPod(name=pod.name, uid=pod.uid, result=result) for pod in pods]
+    found = with_stages(entries, [], pods, 8000, {}, checks_pods=checks_pods)
+    assert [entry.stage for entry in found] == [stage, Stage.LOADING]
+
+
+@pytest.mark.parametrize(
     ("told", "last", "xids"),
     [
         ({}, 4, (2, 79)),

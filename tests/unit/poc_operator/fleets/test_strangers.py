@@ -18,7 +18,17 @@ from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets import test_groups as groups
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
 from tests.unit.poc_operator.fleets.test_healing import SERVER, STUCK
-from tests.unit.poc_operator.fleets.test_update import FOUR, NEW, SET, a_pod, evicted, fleet_of, in_phase, objects_of
+from tests.unit.poc_operator.fleets.test_update import (
+    FOUR,
+    NEW,
+    SET,
+    a_pod,
+    after,
+    evicted,
+    fleet_of,
+    in_phase,
+    objects_of,
+)
 
 OWN = Owner(kind="StatefulSet", name="demo", uid="set-uid")
 OTHERS = {
@@ -60,12 +70,29 @@ def test_pods_of_others_are_not_updated_nor_counted_and_told_of(owner: Owner | N
     assert (done.status.update.phase, done.status.replicas, done.status.ready) == ("Complete", 4, "4/4")
     assert [pod.name for pod in done.status.pods] == ["demo-0", "demo-1", "demo-2", "demo-3"]
     keeper = f"{owner.kind} {owner.name}" if owner else "nobody keeps it"
-    assert degraded(done) == (
-        Reason.OBJECT_CONFLICT,
-        f"pods of others have the label poc.gonka.ai/fleet=demo: other-9 ({keeper}); the fleet "
-        "leaves them alone: take the label from them",
+    says = (
+        f"pods of others have the label poc.gonka.ai/fleet=demo: other-9 ({keeper}); the fleet leaves them alone: take "
+        "the label from them"
     )
-    assert done.status.own_conditions["Ready"].status == "True"
+    ready = done.status.own_conditions["Ready"]
+    assert (ready.status, ready.message, done.status.message) == ("True", *[f"all 4 replicas are ready; {says}"] * 2)
+    # Nobody is paged: the fleet is well. An Event warns, once.
+    assert (degraded(done)[0], done.status.own_conditions["Stalled"].status) == ("", "False")
+    told = [(one.reason, one.message, one.warning) for one in done.events if one.reason == Reason.PODS_OF_OTHERS]
+    assert told == [(Reason.PODS_OF_OTHERS, says, True)]
+    new = [of(OWN, a_pod(n, NEW)) for n in range(4)]
+    assert not look(fleet_of(after(done)), [stranger, of(owner, a_pod(9), "other-8"), *new]).events
+    alone = look(fleet_of(after(done)), new)
+    assert alone.status.message == "all 4 replicas are ready"
+    assert [one.reason for one in look(fleet_of(after(alone)), [stranger, *new]).events] == [Reason.PODS_OF_OTHERS]
+
+
+def test_a_fleet_that_cannot_be_as_it_should_tells_of_pods_of_others_too() -> None:
+    fleet = fleet_of(model={"preset": "none"}, selfCheck={"enabled": False})
+    step = plan(FleetSnapshot(fleet=fleet, around=AROUND, now=NOW, pods=[of(None, a_pod(9), "other-9")]))
+    assert step.status.reason == Reason.PRESET_UNUSABLE
+    assert "other-9 (nobody keeps it)" in step.status.message
+    assert [one.reason for one in step.events] == [Reason.PODS_OF_OTHERS]
 
 
 def test_pods_of_others_do_not_stand_in_for_those_that_are_away() -> None:
@@ -87,7 +114,7 @@ def test_pods_of_others_that_hang_are_left_alone(owner: Owner | None) -> None:
     assert evicted(hung(of(OWN, a_pod(0)))) == ["demo-0"]
     step = hung(of(owner, a_pod(1), "other-1"))
     assert not step.evict
-    assert degraded(step)[0] == Reason.OBJECT_CONFLICT
+    assert "other-1" in step.status.message
 
 
 def test_pods_of_another_stateful_set_of_the_fleets_name_are_left_alone() -> None:

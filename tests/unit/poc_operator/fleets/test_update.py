@@ -11,10 +11,12 @@ import pytest
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
 from poc_operator.apis.v1alpha1.fleet_update import UpdateStatus
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.fleets.forecast import Spares
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
+from poc_operator.fleets.resolve import Refusal
 from poc_operator.fleets.rollback import differences, digest_of
 from poc_operator.fleets.stages import PATIENCE_SECONDS
-from poc_operator.fleets.update import Spares
 from poc_operator.observed import REVISION_LABEL, Container, KubernetesNode, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
@@ -114,6 +116,15 @@ def test_one_pod_goes_first() -> None:
     loading = look(fleet_of(after(again)), [*FOUR[:3], a_pod(3, NEW, ready=False, age=9)])
     assert not loading.evict
     assert loading.status.update.message == "1 of 4 pods are updated; canary: waiting for demo-3 (not ready)"
+
+
+def test_what_cannot_be_deleted_does_not_hold_an_update_up() -> None:
+    left = Refusal(Reason.OBJECT_REFUSED, 'the deletion of Job "demo-download-1" is refused: HTTP 403')
+    step = look(fleet_of(), FOUR, left=left)
+    assert evicted(step) == ["demo-3"]
+    found = {kind: (one.status, one.message) for kind, one in step.status.own_conditions.items()}
+    assert found["Degraded"] == ("True", left.message)
+    assert (found["Ready"][0], found["Stalled"][0]) == ("True", "False")
 
 
 def test_the_others_follow_when_the_canary_is_ready() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
@@ -132,7 +133,8 @@ class World:
         for number in [number for number in self.pods if number >= replicas]:
             self.end(number)
         for number in range(replicas):
-            if number not in self.pods:
+            # The StatefulSet tries for ever, and again with another template.
+            if number not in self.pods and self.bad.get(self.value_of(newest)) != "is refused":
                 self.made += 1
                 taken = self.now if self.node_of(number).ready else None
                 self.pods[number] = Pod(f"u{self.made}", newest, self.now, self.now, taken)
@@ -254,7 +256,7 @@ UPDATES = st.fixed_dictionaries(
         "canary": st.booleans(),
     }
 )
-BAD = st.sampled_from(["", "", "crashes", "computes wrong vectors"])
+BAD = st.sampled_from(["", "", "crashes", "computes wrong vectors", "is refused"])
 ASKED, BROKEN = ("change", "round", "end", "scale", "pause"), ("node", "break", "lose")
 
 
@@ -325,7 +327,8 @@ def finish(world: World) -> None:
     if world.update["strategy"] == "Never":
         assert not step.evict
     elif told.phase is UpdatePhase.COMPLETE:
-        assert revisions == {newest}
+        # A fleet that had no pods when its template changed is as a new one: nobody has shown that another one works.
+        assert revisions == {newest} or (not world.pods and world.bad[world.value] == "is refused")
         assert world.value_of(newest) == world.value
     elif told.phase is UpdatePhase.FAILED:
         # Nobody has the failed template, if there was a good one.
@@ -377,6 +380,30 @@ def test_a_bad_template_gets_one_pod(how: str, limit: int, ends: bool) -> None:
     world.end_rounds()
     assert any(world.rests(world.turn()) for _ in range(CALM))
     assert {world.value_of(pod.revision) for pod in world.pods.values()} == {"v2"}
+
+
+@pytest.mark.parametrize("then", ["works", "is refused", "undo"])
+@pytest.mark.parametrize(("replicas", "limit"), [(REPLICAS, 1), (REPLICAS, 2), (1, 1)])
+@pytest.mark.parametrize("turns", [2, 22])  # 22: almost until the first one has failed
+def test_another_template_follows_one_whose_pod_is_refused(then: str, replicas: int, limit: int, turns: int) -> None:
+    """As by a webhook or a quota: the pod that is missing comes with the newest template, or that has failed too."""
+    update = {"strategy": "BetweenRounds", "maxUnavailable": limit, "canary": True}
+    world = prepared(update, {"v1": "is refused", **({"v2": then} if then == "is refused" else {})})
+    world.replicas, world.value = replicas, "v1"
+    while SET in world.objects and len(world.pods) != replicas - 1:
+        world.turn()
+    for _ in range(turns):
+        world.turn()
+    assert "Failed" not in world.phases
+    world.value = "v0" if then == "undo" else "v2"
+    for _ in range(6):
+        world.turn()
+    assert len(world.pods) >= replicas - 1  # nobody else goes for the second one
+    assert any(world.rests(world.turn()) for _ in range(CALM)), world.status["update"]["message"]
+    assert {world.value_of(pod.revision) for pod in world.pods.values()} == {"v2" if then == "works" else "v0"}
+    failed = then == "is refused"
+    assert (world.status["update"]["phase"], len(world.pods)) == ("Failed" if failed else "Complete", replicas)
+    assert ("Failed" in world.phases) is failed
 
 
 def set_of(world: World) -> Any:  # noqa: ANN401

@@ -111,6 +111,11 @@ def test_who_is_outvoted(values: dict[str, float | None], named: list[str]) -> N
     assert [found.pod for found in deviations(vectors, [7], 0.1)] == named
 
 
+def test_pods_that_differ_are_named_in_the_order_of_their_numbers() -> None:
+    vectors = {f"demo-{n}": {7: (float(n),)} for n in (10, 2, 1)}
+    assert [found.pod for found in deviations(vectors, [7], 0.1)] == ["demo-1", "demo-2", "demo-10"]
+
+
 def test_pods_that_answer_after_their_round_are_not_asked() -> None:
     """A request to a pod that cannot resume would wait until its round ends, and keep chat out then."""
     everybody = seen(checking())

@@ -31,6 +31,16 @@ def test_every_pod_gets_a_slot(pods: int, nodes: dict[str, int], groups: int, sl
     assert {slot.node for slot in status.assignments} == set(range(nodes["first"], nodes["last"] + 1))
 
 
+def test_slots_follow_the_numbers_of_pods() -> None:
+    names = [f"{fleet}-{n}" for fleet in ("chat", "demo") for n in range(12)]
+    step = plan(look(a_round(), *((a_pod(name), says()) for name in sorted(names))))
+    assert [slot.pod for slot in step.status.assignments] == names
+    # What is recorded stays, in whatever order it was.
+    before = a_status(*(a_slot(group=n, pod=name, state=SlotState.RUNNING) for n, name in enumerate(sorted(names))))
+    again = plan(look(a_round(before), *((a_pod(name), says()) for name in names)))
+    assert [slot.pod for slot in again.status.assignments] == sorted(names)
+
+
 def test_a_pod_that_still_loads_has_its_slot_kept() -> None:
     loading = a_pod("b", ready=False, ip=None)
     step = plan(look(a_round(), (a_pod("a"), says()), (loading, None)))
