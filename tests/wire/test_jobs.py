@@ -205,6 +205,26 @@ async def test_results_that_nobody_has_fetched_are_kept_and_bounded(pod: Pod, cl
         assert (await ended(pod, job))["status"] == "completed"
 
 
+@pytest.mark.parametrize(
+    ("pod_settings", "nonces", "why"),
+    [
+        (THREE_JOBS, 86, "bytes of results are kept or to be computed"),
+        (THREE_JOBS | {"QUEUED_NONCES": "80"}, 81, "81 nonces would be queued"),
+    ],
+    ids=["more room than the answered ones have", "more nonces than may wait"],
+)
+async def test_a_request_that_is_refused_leaves_results_alone(pod: Pod, nonces: int, why: str) -> None:
+    jobs = [await submit(pod, JOB) for _ in range(2)]
+    for job in jobs:
+        await ended(pod, job)  # which fetches it
+    kept = await submit(pod, JOB)
+    await pod.reach(lambda _: len(pod.engine.computed) == 120)
+    error = error_of(await pod.post("generate", JOB | {"nonces": list(range(nonces))}), 429, "QueueFull")
+    assert why in error.detail
+    for job in (*jobs, kept):
+        assert (await look(pod, job))["status"] == "completed"
+
+
 @pytest.mark.parametrize("pod_settings", [THREE_JOBS])
 async def test_what_was_delivered_or_has_no_result_makes_room(pod: Pod, receiver: CallbackReceiver) -> None:
     delivered = await submit(pod, JOB | {"url": receiver.url})

@@ -133,8 +133,10 @@ class JobQueue:
     def submit(self, request: GenerateRequest) -> JobResponse:
         """Queue a request; refused with 429 if too many nonces are queued, or results kept."""
         job = Job(request, bytes=result_bytes(request))
-        self._make_room(job.bytes)
+        making_way = self._making_way(job.bytes)
         self._admit(len(request.nonces))
+        for answered in making_way:  # once nothing refuses the request any more
+            self._forget(answered)
         self._jobs[job.id] = job
         self._bytes += job.bytes
         self._waiting.append(job)
@@ -218,14 +220,17 @@ class JobQueue:
         job = self._jobs.pop(job_id, None)
         self._bytes -= job.bytes if job is not None else 0
 
-    def _make_room(self, wanted: int) -> None:
-        limit = self._settings.result_bytes
-        answered = (job_id for job_id, job in list(self._jobs.items()) if job.is_answered)
-        while self._bytes and self._bytes + wanted > limit:
+    def _making_way(self, wanted: int) -> list[str]:
+        """Return the answered jobs that have to go so that so many bytes have room; 429 if these are not enough."""
+        limit, left, found = self._settings.result_bytes, self._bytes, list[str]()
+        answered = (job for job in self._jobs.values() if job.is_answered)
+        while left and left + wanted > limit:
             if (oldest := next(answered, None)) is None:
                 detail = f"Queue full: {self._bytes} bytes of results are kept or to be computed, and {limit} may"
                 raise refusal(HTTPStatus.TOO_MANY_REQUESTS, "QueueFull", f"{detail}; fetch them, or try again later")
-            self._forget(oldest)
+            left -= oldest.bytes
+            found.append(oldest.id)
+        return found
 
     def _admit(self, nonces: int) -> None:
         queued, limit = self._nonces + nonces, self._settings.queued_nonces
