@@ -62,6 +62,23 @@ async def test_callbacks_of_requests_are_delivered(release: str, receiver: Callb
     assert len(receiver.verdicts) == 1
 
 
+async def test_a_round_that_failed_before_another_began_is_delivered(
+    release: str, receiver: CallbackReceiver, tmp_path: Path
+) -> None:
+    receiver.answer = 503
+    settings = SETTINGS | {"DRAIN_SECONDS": "60", "RETRY_FIRST_SECONDS": "1"}
+    async with serving(release, tmp_path, settings) as pod:
+        await pod.post("init/generate", ARTIFACT | SLOT | {"url": receiver.url})
+        await pod.reach(lambda s: s.next_index > 100)
+        await pod.http.post("/break")
+        failed = await pod.reach(lambda s: s.state is PowState.FAILED)
+        assert (await pod.post("init", DISTANCE | SLOT)).status_code == 200
+        receiver.answer = 200
+        pod.tell()
+        await pod.ended()
+    assert len(receiver.nonces) == failed.next_index
+
+
 async def test_no_new_work_is_taken(release: str, receiver: CallbackReceiver, tmp_path: Path) -> None:
     receiver.answer = 503
     async with serving(release, tmp_path, SETTINGS | {"DRAIN_SECONDS": "60", "FLUSH_SECONDS": "0.2"}) as pod:
