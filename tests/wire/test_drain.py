@@ -104,6 +104,28 @@ async def test_no_new_work_is_taken(release: str, receiver: CallbackReceiver, tm
         assert await pod.ended() < END_SECONDS
 
 
+async def test_a_server_that_ends_is_not_healthy_and_serves_chat(
+    release: str, receiver: CallbackReceiver, tmp_path: Path
+) -> None:
+    """So that a load balancer sends its next chats elsewhere."""
+    receiver.answer = 503
+    async with serving(release, tmp_path, SETTINGS | {"DRAIN_SECONDS": "60"}) as pod:
+        checks = [("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")]
+        await pod.post("init/generate", ARTIFACT | SLOT | {"url": receiver.url})
+        await pod.reach(lambda s: s.delivery_error is not None)
+        assert [(await pod.http.request(*check)).status_code for check in checks] == [200] * 3
+        pod.tell()
+        await _settled(pod)
+        for check in checks:
+            answer = await pod.http.request(*check)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["type"]) == (503, 503, "service_unavailable")
+            assert error["message"].startswith("the server ends")
+        assert (await pod.http.post("/chat", params={"seconds": 0.1})).status_code == 200
+        receiver.answer = 200
+        assert await pod.ended() < END_SECONDS
+
+
 async def _settled(pod: PodProcess) -> int:
     """Return the index at which the round computes no more."""
     last = (await pod.status()).next_index
