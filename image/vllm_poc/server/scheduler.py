@@ -343,10 +343,7 @@ class Scheduler:
         await self._passed(needed)
         if weights != self.weights:
             raise WeightsChangedError
-        result, seconds = await self._called(call, busy)
-        metrics.SLICE.labels().observe(seconds)
-        metrics.PROGRESS.labels().set_to_current_time()
-        return result, seconds
+        return await self._called(partial(self._observed, call), busy)
 
     async def idle(self) -> None:
         """Wait until the workers compute nothing for PoC, also nothing that nobody waits for any more."""
@@ -367,6 +364,8 @@ class Scheduler:
         return calling.result()
 
     async def _timed(self, call: Callable[[], Awaitable[T]], busy: Busy | None) -> tuple[T, float]:
+        # The last one may be long ago, as while chat held PoC back, and this one take a minute, as a capture does.
+        metrics.PROGRESS.labels().set_to_current_time()
         started = self.gate.clock.now()
         try:
             result = await call()
@@ -375,7 +374,14 @@ class Scheduler:
             for share in (self.gate.busy, busy):
                 if share is not None:
                     share.add(started, ended)
+        metrics.PROGRESS.labels().set_to_current_time()
         return result, ended - started
+
+    async def _observed(self, call: Callable[[], Awaitable[T]]) -> T:
+        started = self.gate.clock.now()
+        answer = await call()
+        metrics.SLICE.labels().observe(self.gate.clock.now() - started)
+        return answer
 
     async def _described(self) -> ModelFacts:
         # It computes, and so waits for chat as all work does.
