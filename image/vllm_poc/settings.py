@@ -79,7 +79,8 @@ class Settings(BaseModel):
     #: Share of the time that requests beside a round get while it computes. It is the share of the last
     #: ``share_window_seconds`` that their slices took, from call to answer.
     request_share: float = Field(default=0.25, gt=0, le=1, allow_inf_nan=False)
-    #: Most nonces of ``generate`` and ``validate`` that may wait or be computed; more are answered 429.
+    #: Most nonces that may wait or be computed of each kind of request, more being answered 429: ``generate`` that is
+    #: queued, ``generate`` with ``wait``, and what goes beside a round, which is ``validate`` and ``beside_round``.
     queued_nonces: int = Field(default=100_000, ge=1)
     #: Results of queued work can be fetched, and their callbacks are tried, for this long.
     result_seconds: Seconds = 300.0

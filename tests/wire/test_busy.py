@@ -49,7 +49,8 @@ async def test_a_request_beside_a_round_does_not_wait_for_ever(
     pod.engine.output_processor.busy, pod.engine.seconds_per_batch = False, 0.001
     before = (await pod.status()).total_checked
     await pod.reach(lambda s: s.total_checked > before + 50)
-    assert all(NONCE not in batch["nonces"] for batch in pod.engine.batches)
+    # Nothing ends a slice that has begun. Whoever is gone gets no further one.
+    assert sum(NONCE in batch["nonces"] for batch in pod.engine.batches) <= (make_busy is calls_take_long)
 
 
 @pytest.mark.parametrize("pod_settings", [IMPATIENT | {"SLICE_SECONDS": "1"}])

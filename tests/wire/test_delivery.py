@@ -156,7 +156,7 @@ async def test_what_a_proxy_answers_for_the_gateway_is_waited_out(
     if first == "RoundUnknown":
         receiver.answer, receiver.body = 404, GATEWAYS_404
     await pod.start(ARTIFACT | SLOT | {"url": receiver.url})
-    await pod.reach(lambda s: receiver.attempts > 0 and (s.delivered_index > 0 or receiver.body is not None))
+    await pod.reach(lambda s: s.delivered_index > 0 or s.delivery_error is not None)
     receiver.answer, receiver.body = answer, None
     attempts, since = receiver.attempts, clock.now()
     status = await pod.reach(lambda s: receiver.attempts > attempts + 40)
@@ -397,3 +397,69 @@ async def test_a_defect_in_the_sender_fails_the_round(
     status = await pod.reach(lambda s: s.state is PowState.FAILED)
     assert status.error == "no payload"
     assert (await pod.post("stop")).status_code == 200
+
+
+#: What comes after a round has failed, with the round that runs then, if any.
+AFTERWARDS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "start": ("init/generate", DISTANCE | SLOT | {"round_id": "b"}),
+    "start of the same": ("init/generate", DISTANCE | SLOT | {"round_id": "a", "start_index": 10_000}),
+    "init": ("init", DISTANCE | SLOT),
+    "init/validate": ("init/validate", DISTANCE | SLOT),
+    "phase/generate": ("phase/generate", None),
+    "phase/validate": ("phase/validate", None),
+    "stop": ("stop", None),
+}
+
+
+@pytest.mark.parametrize("pod_settings", [{"FLUSH_SECONDS": "1000"}], ids=["patient"])
+@pytest.mark.parametrize("name", AFTERWARDS)
+async def test_a_round_that_failed_delivers_on_whatever_comes_next(
+    pod: Pod, receiver: CallbackReceiver, clock: FakeClock, name: str
+) -> None:
+    """And holds up no round that comes next, unless that goes on where it had got to."""
+    receiver.answer = 503
+    await pod.start(DISTANCE | SLOT | {"round_id": "a", "callback_url": receiver.url})
+    await pod.reach(lambda s: s.total_valid > 50 and s.delivery_error is not None)
+    pod.engine.fault = RuntimeError("gone")
+    failed = await pod.reach(lambda s: s.state is PowState.FAILED)
+    pod.engine.fault = None
+    route, body = AFTERWARDS[name]
+    next_call = asyncio.create_task(pod.post(route, body))
+    if route.startswith("init"):
+        assert (await next_call).status_code == 200
+        await pod.reach(lambda s: s.state is not PowState.GENERATING or s.total_checked > 0)
+    if name == "start":
+        await clock.passes(pod.post("stop"))
+        await pod.start(DISTANCE | SLOT | {"round_id": "c"})
+    attempts = receiver.attempts
+    await pod.reach(lambda _: receiver.attempts > attempts + 2)
+    assert receiver.nonces == []
+    receiver.answer = 200
+    assert (await clock.passes(next_call)).status_code == 200
+    wanted = NonceSlot(**SLOT).nonces(0, failed.next_index)
+    valid = [nonce for nonce in wanted if distance(nonce) < DISTANCE["r_target"]]
+    await pod.reach(lambda _: len(receiver.nonces) >= len(valid))
+    assert receiver.nonces[: len(valid)] == valid
+
+
+@pytest.mark.parametrize("pod_settings", [{"FLUSH_SECONDS": "1000"}], ids=["patient"])
+async def test_rounds_that_fail_one_after_the_other_do_not_pile_up(
+    pod: Pod, receiver: CallbackReceiver, clock: FakeClock
+) -> None:
+    receiver.answer = 503
+    starts = []
+    for name in ("a", "b", "c"):
+        pod.engine.fault = None
+        body = ARTIFACT | SLOT | {"round_id": name, "public_key": name, "url": receiver.url}
+        starts.append(asyncio.create_task(pod.start(body)))
+        if name == "c":
+            break
+        await pod.reach(lambda s, name=name: s.round_id == name and s.delivery_error is not None)  # type: ignore[misc]
+        pod.engine.fault = RuntimeError("gone")
+        await pod.reach(lambda s: s.state is PowState.FAILED)
+    attempts = receiver.attempts
+    await pod.reach(lambda _: receiver.attempts > attempts + 4)
+    assert not starts[-1].done(), "two rounds deliver already"
+    receiver.answer = 200
+    await clock.passes(starts[-1])
+    await pod.reach(lambda _: {payload["public_key"] for payload in receiver.payloads} == {"a", "b", "c"})

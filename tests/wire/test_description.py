@@ -67,14 +67,16 @@ async def start_of(pod: Pod) -> StatusResponse:
     """What a server says first whose engine is there before it takes requests, as vLLM's is."""
     pod.become_ready()
     async with lifespan(pod.app):
-        assert pod.engine.in_flight == 0
         return await pod.status()
 
 
 async def test_a_server_has_looked_at_its_model_before_it_is_healthy() -> None:
     pod = Pod()
     pod.engine.seconds_to_describe = 1.0
-    model = (await start_of(pod)).model
+    pod.become_ready()
+    async with lifespan(pod.app):
+        assert (pod.engine.in_flight, pod.engine.described) == (0, 1)
+        model = (await pod.status()).model
     assert (model.max_seq_len, model.error, pod.engine.described) == (1024, None, 1)
 
 

@@ -62,6 +62,23 @@ async def test_callbacks_of_requests_are_delivered(release: str, receiver: Callb
     assert len(receiver.verdicts) == 1
 
 
+async def test_a_round_that_failed_before_another_began_is_delivered(
+    release: str, receiver: CallbackReceiver, tmp_path: Path
+) -> None:
+    receiver.answer = 503
+    settings = SETTINGS | {"DRAIN_SECONDS": "60", "RETRY_FIRST_SECONDS": "1"}
+    async with serving(release, tmp_path, settings) as pod:
+        await pod.post("init/generate", ARTIFACT | SLOT | {"url": receiver.url})
+        await pod.reach(lambda s: s.next_index > 100)
+        await pod.http.post("/break")
+        failed = await pod.reach(lambda s: s.state is PowState.FAILED)
+        assert (await pod.post("init", DISTANCE | SLOT)).status_code == 200
+        receiver.answer = 200
+        pod.tell()
+        await pod.ended()
+    assert len(receiver.nonces) == failed.next_index
+
+
 async def test_no_new_work_is_taken(release: str, receiver: CallbackReceiver, tmp_path: Path) -> None:
     receiver.answer = 503
     async with serving(release, tmp_path, SETTINGS | {"DRAIN_SECONDS": "60", "FLUSH_SECONDS": "0.2"}) as pod:
@@ -84,6 +101,28 @@ async def test_no_new_work_is_taken(release: str, receiver: CallbackReceiver, tm
         assert (status.state, status.round_id, status.next_index) == (PowState.GENERATING, "a", computed)
         assert (await pod.http.get("/v1/models")).status_code == 200  # vLLM has not seen the signal
         assert (await pod.post("stop")).json()["pow_status"]["next_index"] == computed
+        assert await pod.ended() < END_SECONDS
+
+
+async def test_a_server_that_ends_is_not_healthy_and_serves_chat(
+    release: str, receiver: CallbackReceiver, tmp_path: Path
+) -> None:
+    """So that a load balancer sends its next chats elsewhere."""
+    receiver.answer = 503
+    async with serving(release, tmp_path, SETTINGS | {"DRAIN_SECONDS": "60"}) as pod:
+        checks = [("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")]
+        await pod.post("init/generate", ARTIFACT | SLOT | {"url": receiver.url})
+        await pod.reach(lambda s: s.delivery_error is not None)
+        assert [(await pod.http.request(*check)).status_code for check in checks] == [200] * 3
+        pod.tell()
+        await _settled(pod)
+        for check in checks:
+            answer = await pod.http.request(*check)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["type"]) == (503, 503, "service_unavailable")
+            assert error["message"].startswith("the server ends")
+        assert (await pod.http.post("/chat", params={"seconds": 0.1})).status_code == 200
+        receiver.answer = 200
         assert await pod.ended() < END_SECONDS
 
 

@@ -192,8 +192,9 @@ async def test_results_that_nobody_has_fetched_are_kept_and_bounded(pod: Pod, cl
     jobs = [await submit(pod, JOB) for _ in range(3)]
     error_of(await pod.post("generate", JOB), 429, "QueueFull")
     await pod.reach(lambda _: len(pod.engine.computed) == 120)
-    error = error_of(await pod.post("generate", JOB), 429, "QueueFull")
-    assert "bytes of results are kept or to be computed" in error.detail
+    answer = await pod.post("generate", JOB)
+    assert "bytes of results are kept or to be computed" in error_of(answer, 429, "QueueFull").detail
+    assert int(answer.headers["Retry-After"]) > 0
     assert (await clock.passes(pod.post("generate", JOB | {"wait": True}))).status_code == 200
     assert (await ended(pod, jobs[1]))["status"] == "completed"
     another = await submit(pod, JOB)
@@ -203,6 +204,26 @@ async def test_results_that_nobody_has_fetched_are_kept_and_bounded(pod: Pod, cl
     clock.advance(300)
     for job in (await submit(pod, JOB), await submit(pod, JOB), await submit(pod, JOB)):
         assert (await ended(pod, job))["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("pod_settings", "nonces", "why"),
+    [
+        (THREE_JOBS, 86, "bytes of results are kept or to be computed"),
+        (THREE_JOBS | {"QUEUED_NONCES": "80"}, 81, "81 nonces would be queued"),
+    ],
+    ids=["more room than the answered ones have", "more nonces than may wait"],
+)
+async def test_a_request_that_is_refused_leaves_results_alone(pod: Pod, nonces: int, why: str) -> None:
+    jobs = [await submit(pod, JOB) for _ in range(2)]
+    for job in jobs:
+        await ended(pod, job)  # which fetches it
+    kept = await submit(pod, JOB)
+    await pod.reach(lambda _: len(pod.engine.computed) == 120)
+    error = error_of(await pod.post("generate", JOB | {"nonces": list(range(nonces))}), 429, "QueueFull")
+    assert why in error.detail
+    for job in (*jobs, kept):
+        assert (await look(pod, job))["status"] == "completed"
 
 
 @pytest.mark.parametrize("pod_settings", [THREE_JOBS])
@@ -257,19 +278,36 @@ async def test_the_queue_is_bounded(pod: Pod) -> None:
     assert (await pod.post("generate", JOB)).json()["queued_count"] == 40
 
 
+PROOFS = {"public_key": "p", "block_hash": "h", "block_height": 1, "nonces": JOB["nonces"], "dist": [1.4] * 40}
+#: What counts together: queued work, clients that wait for a round's end, and those beside a round.
+KINDS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "queued": [("generate", JOB)],
+    "waiting": [("generate", JOB | {"wait": True})],
+    "beside": [("generate", JOB | {"wait": True, "beside_round": True}), ("validate", PROOFS)],
+}
+
+
 @pytest.mark.parametrize("pod_settings", [{"QUEUED_NONCES": "100"}])
-async def test_requests_that_wait_count_as_queued(pod: Pod, clock: FakeClock) -> None:
-    await pod.status()  # which looks at the model, and would wait for chat
+@pytest.mark.parametrize("kind", KINDS)
+async def test_each_kind_of_request_has_a_bound_of_its_own(pod: Pod, clock: FakeClock, kind: str) -> None:
+    """So work that cannot run before the round's end keeps none out that can."""
+    await pod.start(DISTANCE | SLOT | {"round_id": "a"})
+    await pod.reach(lambda s: s.total_checked > 0)
     pod.engine.output_processor.busy = True
-    waiting = [asyncio.create_task(pod.post("generate", JOB | {"wait": True})) for _ in range(2)]
+    (first, *_), others = KINDS[kind], [one for other in KINDS.keys() - {kind} for one in KINDS[other]]
+    asking = [asyncio.create_task(pod.post(route, body)) for route, body in [first, first]]
     await until_queued(pod, 80)
-    error = error_of(await pod.post("generate", JOB | {"wait": True}), 429, "QueueFull")
-    assert error.detail.startswith("Queue full: 120 nonces would be queued, and 100 may")
-    error_of(await pod.post("generate", JOB), 429, "QueueFull")
-    assert (await pod.post("generate", JOB | {"nonces": [1]})).json()["queued_count"] == 81
+    for route, body in KINDS[kind]:
+        answer = await pod.post(route, body)
+        error = error_of(answer, 429, "QueueFull")
+        assert error.detail.startswith("Queue full: 120 nonces would be queued, and 100 may")
+        assert int(answer.headers["Retry-After"]) > 0
+    asking += [asyncio.create_task(pod.post(route, body)) for route, body in others]
+    await until_queued(pod, 40 * len(asking))
     pod.engine.output_processor.busy = False
-    assert {answer.status_code for answer in await clock.passes(asyncio.gather(*waiting))} == {200}
-    assert (await clock.passes(pod.post("generate", JOB | {"wait": True}))).status_code == 200
+    await clock.passes(pod.post("stop?round_id=a"))
+    assert {answer.status_code for answer in await clock.passes(asyncio.gather(*asking))} == {200}
+    await until_queued(pod, 0)
 
 
 @pytest.mark.parametrize("pod_settings", [{"PAYLOAD_RESULTS": "15"}])

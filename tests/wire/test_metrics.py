@@ -13,6 +13,7 @@ from tests.support.fakes.clock import FakeClock, settle
 from tests.support.fakes.engine import NO_ROOM
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from tests.wire.test_phases import VALID, batch
+from vllm_poc.server import metrics
 from vllm_poc.wire.answers import Activity, PowState, StatusResponse
 
 ROUND_NONCES = 'poc_nonces_computed_total{protocol="distance",work="round"}'
@@ -157,6 +158,7 @@ async def test_a_round_is_counted(pod: Pod, receiver: CallbackReceiver) -> None:
     await pod.reach(lambda s: s.delivered_valid > 50)
     assert state(await scrape(pod)) == ['poc_state{state="GENERATING"}']
     await pod.post("stop")
+    await pod.reach(lambda _: not pod.engine.in_flight)
     grown, status = await growth(pod, before), await pod.status()
     assert state(await scrape(pod)) == ['poc_state{state="STOPPED"}']
     assert grown[ROUND_NONCES] == status.total_checked
@@ -228,6 +230,30 @@ async def test_time_behind_chat_is_counted(pod: Pod) -> None:
     await pod.start(DISTANCE | SLOT)
     await pod.reach(lambda s: s.held_back_seconds > 0.05)
     assert (await growth(pod, before))["poc_held_back_seconds_total"] > 0.05
+
+
+async def test_long_calls_before_the_first_slice_are_progress(pod: Pod) -> None:
+    """A round that autotunes says that it computes, and must not look hung."""
+    pod.engine.facts["fused"], pod.engine.seconds_to_warm_up = True, 1.0
+    await pod.status()
+    pod.engine.output_processor.busy = True
+    await pod.start(ARTIFACT | SLOT)
+    await pod.reach(lambda s: s.held_back_seconds > 0.05)
+    for warmed_up in ([8], [8, 16]):
+        metrics.PROGRESS.labels().set(0)
+        pod.engine.output_processor.busy = False
+        await pod.reach(lambda _, wanted=warmed_up: pod.engine.warmed_up == wanted)  # type: ignore[misc]
+        assert (await scrape(pod))["poc_last_progress_timestamp_seconds"] == pytest.approx(time(), abs=5)
+        assert (await pod.status()).activity == Activity.COMPUTING
+    assert pod.engine.batches == []
+
+
+@pytest.mark.parametrize("fused", [True, False])
+async def test_whether_the_fused_pass_is_ready_is_shown(pod: Pod, fused: bool) -> None:
+    pod.engine.facts["fused"] = fused
+    assert (await scrape(pod))["poc_fused_pass"] == 0, "nothing is known so far"
+    await pod.status()
+    assert (await scrape(pod))["poc_fused_pass"] == fused
 
 
 @pytest.mark.parametrize("pod_settings", [{"TOKEN": "secret"}])

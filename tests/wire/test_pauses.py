@@ -2,6 +2,7 @@
 """While vLLM sleeps, is paused or gets new weights, PoC computes nothing, and goes on afterwards."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import Any
 from unittest.mock import MagicMock
@@ -57,6 +58,38 @@ async def test_nothing_is_computed_in_a_pause(
     assert pod.met_in_flight == 0, "slices end before vLLM gets the call"
     await pod.post("stop")
     assert receiver.nonces == expected_nonces(ARTIFACT, await pod.status())
+
+
+GIVEN_UP: dict[str, Callable[[Pod], Awaitable[object]]] = {
+    "a request whose client leaves": lambda pod: left(pod, ARTIFACT | {"nonces": [1], "wait": True}),
+    "a round that is stopped": lambda pod: stopped(pod, ARTIFACT | SLOT),
+    "an autotune that is stopped": lambda pod: stopped(pod, ARTIFACT | SLOT, fused=True),
+    "queued work that is cancelled": lambda pod: stopped(pod, ARTIFACT | {"nonces": [1]}, route="generate"),
+}
+
+
+async def left(pod: Pod, body: dict[str, Any]) -> None:
+    asking = asyncio.create_task(pod.post("generate", body))
+    await pod.reach(lambda _: pod.engine.calls[-1] == "poc_compute")
+    asking.cancel()
+    await asyncio.wait([asking])
+
+
+async def stopped(pod: Pod, body: dict[str, Any], *, route: str = "init/generate", fused: bool = False) -> None:
+    pod.engine.facts["fused"] = fused
+    await pod.post(route, body)
+    await pod.reach(lambda _: pod.engine.calls[-1] != "poc_describe")
+    await pod.post("stop")
+
+
+@pytest.mark.parametrize("name", GIVEN_UP)
+@pytest.mark.parametrize("command", ["/sleep", "/pause", "/update_weights"])
+async def test_a_pause_waits_for_calls_that_nobody_waits_for_any_more(pod: Pod, name: str, command: str) -> None:
+    pod.engine.seconds_per_batch = pod.engine.seconds_to_warm_up = 0.5
+    await GIVEN_UP[name](pod)
+    assert pod.engine.in_flight == 1, "the workers go on"
+    await call(pod, [command])
+    assert pod.met_in_flight == 0
 
 
 async def test_an_engine_that_is_awake_in_part_is_left_alone(pod: Pod) -> None:

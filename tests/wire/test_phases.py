@@ -217,28 +217,6 @@ async def test_proofs_are_judged_while_the_round_generates(pod: Pod) -> None:
     await pod.reach(lambda s: s.next_index > before)
 
 
-@pytest.mark.parametrize("pod_settings", [{"REQUEST_SHARE": "0.2", "SHARE_WINDOW_SECONDS": "0.5"}])
-@pytest.mark.parametrize("route", ["validate", "generate"])
-async def test_requests_beside_a_round_get_no_more_than_their_share(pod: Pod, route: str) -> None:
-    pod.engine.seconds_per_batch = 0.01
-    await pod.start(DISTANCE | SLOT)
-    named = DISTANCE | {"public_key": "prover", "nonces": VALID, "wait": True, "beside_round": True}
-    body = batch(VALID) if route == "validate" else named
-
-    async def hammer() -> None:
-        while True:
-            assert (await pod.post(route, body)).status_code == 200
-
-    clients = [asyncio.create_task(hammer()) for _ in range(20)]
-    await pod.reach(lambda s: s.elapsed_seconds > 3, seconds=20)
-    for client in clients:
-        client.cancel()
-    await asyncio.gather(*clients, return_exceptions=True)
-    asked = [each["public_key"] for each in pod.engine.batches]
-    share = asked.count("prover") / len(asked)
-    assert 0.05 < share < 0.3, f"requests got {share:.0%}"
-
-
 @pytest.mark.parametrize("pod_settings", [{"QUEUED_NONCES": "40"}])
 async def test_batches_beyond_the_queues_limit_are_refused(validating: Pod) -> None:
     validating.engine.seconds_per_batch = 1.0

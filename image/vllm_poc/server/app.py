@@ -33,7 +33,10 @@ _LARGE_BYTES = 2**20
 
 
 class PocMiddleware:
-    """Serves ``/api/v1/pow/*`` itself and passes everything else on untouched, except for poc-first's refusals."""
+    """Serves ``/api/v1/pow/*`` itself and passes everything else on untouched, except for poc-first's refusals.
+
+    A server that ends says on vLLM's ``/health`` that it does.
+    """
 
     def __init__(self, app: ASGIApp, clock: Clock = SYSTEM_CLOCK) -> None:
         self._inner = app
@@ -53,6 +56,8 @@ class PocMiddleware:
             await self._pause(scope, receive, send)
         elif self._refuses_inference(scope):
             await vllm_routes.refuse(scope, receive, send)
+        elif self._ends and vllm_routes.asks_for_health(scope):
+            await vllm_routes.unhealthy()(scope, receive, send)
         else:
             self._set_gauges(scope)
             await self._inner(scope, receive, send)
@@ -130,7 +135,7 @@ class PocMiddleware:
             await self._inner(scope, receive, send)  # which answers that it is not ready, if it is not
         else:
             service = self._service
-            workers = Workers(idle=service.engine.idle, sleeps=service.sleeps, forget=service.forget)
+            workers = Workers(idle=service.scheduler.idle, sleeps=service.sleeps, forget=service.forget)
             await self._pauses.pass_on(self._inner, scope, receive, send, workers, named)
 
     def _set_gauges(self, scope: Scope) -> None:

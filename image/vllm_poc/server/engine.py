@@ -22,8 +22,6 @@ from vllm_poc.rpc import (
 _NO_MEMORY = ("MemoryError:", "OutOfMemoryError:")
 #: Tokens of the prefill, and steps, of the network's chains.
 _NETWORKS_CHAIN = (256, 256)
-#: Whoever waits for a call to end looks this often.
-_LOOK_SECONDS = 0.005
 
 T = TypeVar("T")
 
@@ -76,7 +74,7 @@ class VllmEngine:
         self.served_names = served_names
         self._client = client
         self._call_seconds = call_seconds
-        self._calls = 0
+        self._under_way = set[asyncio.Task[list[Any]]]()  # calls that have no answer so far, whoever waits for them
 
     async def facts(self, decode: DecodeSetup | None = None) -> ModelFacts:
         """Describe the model, which takes seconds the first time, and prepare the decode scheme if that is set up.
@@ -124,9 +122,9 @@ class VllmEngine:
             raise EngineError(f"vLLM does not say whether it sleeps: {str(error) or type(error).__name__}") from error
 
     async def idle(self) -> None:
-        """Wait until no call is under way."""
-        while self._calls:  # noqa: ASYNC110 - calls begin and end all the time, and hardly anybody waits
-            await asyncio.sleep(_LOOK_SECONDS)
+        """Wait until no call is under way, also none that nobody waits for any more."""
+        while self._under_way:
+            await asyncio.wait(self._under_way)
 
     async def compute(self, batch: BatchRequest) -> BatchResult:
         """Run the batch's forward passes, or a segment of one. EngineError if it fails or takes too long."""
@@ -159,18 +157,19 @@ class VllmEngine:
         return self._client.output_processor.has_unfinished_requests()
 
     async def _call(self, method: str, *args: object) -> list[Any]:
-        # The engine gives up later than we do, since it takes a late answer for that to its next call. It
-        # must give up, since a rank that hangs would hold back chat, too, until vLLM's own limit ends the server.
-        self._calls += 1
+        calling = asyncio.create_task(self._ask(method, args))
+        self._under_way.add(calling)
+        calling.add_done_callback(self._ended)
+        # The workers go on whoever waits, and so does the task: our limit and a cancelled caller do not end it.
+        await asyncio.wait([calling], timeout=self._call_seconds)
+        if not calling.done():
+            raise EngineError(f"{method} did not answer within {self._call_seconds:g} s")
         try:
-            async with asyncio.timeout(self._call_seconds):
-                answers = await self._client.collective_rpc(method, 2 * self._call_seconds, args)
+            answers = calling.result()
         except TimeoutError:
             raise EngineError(f"{method} did not answer within {self._call_seconds:g} s") from None
         except Exception as error:
             raise EngineError(f"{method} failed: {str(error) or type(error).__name__}") from error
-        finally:
-            self._calls -= 1
         answers = [answer for answer in answers if answer is not None]
         errors = dict.fromkeys(answer["error"] for answer in answers if "error" in answer)
         if errors:
@@ -179,6 +178,23 @@ class VllmEngine:
         if not answers:
             raise EngineError(f"{method} was answered by no worker")
         return answers
+
+    async def _ask(self, method: str, args: tuple[object, ...]) -> list[Any]:
+        # The engine gives up later than we do, since it takes a late answer for that to its next call. It
+        # must give up, since a rank that hangs would hold back chat, too, until vLLM's own limit ends the server.
+        limit = 2 * self._call_seconds
+        async with asyncio.timeout(limit):  # an engine that does not even give up is waited for no longer
+            return await self._client.collective_rpc(method, limit, args)
+
+    def _ended(self, calling: asyncio.Task[list[Any]]) -> None:
+        self._under_way.discard(calling)
+        noticed(calling)
+
+
+def noticed(ended: asyncio.Task[Any]) -> None:
+    """Look at how a task has ended, in place of those who wait for it: they may be gone."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 def _may_pass(setup: DecodeSetup, refusal: str) -> DecodeFacts:

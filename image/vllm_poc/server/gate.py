@@ -129,6 +129,41 @@ class ChatGate:
         return self._poc_first or self.busy.value() < self._min_share
 
 
+class Turn:
+    """A lock that whoever holds it gives back once the workers have answered, and not before.
+
+    A client that leaves cancels what is awaited for it, and the workers compute on all the same.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._call: asyncio.Task[Any] | None = None
+
+    async def __aenter__(self) -> None:
+        """Wait for the turn."""
+        await self._lock.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        """Give it back, now or when the call of `hold` has ended."""
+        self.once_answered(self._lock.release)
+
+    def hold(self, call: asyncio.Task[Any]) -> None:
+        """Keep the turn until ``call`` has ended, also if its holder is gone before."""
+        self._call = call
+
+    def once_answered(self, do: Callable[[], object]) -> None:
+        """Do something, now or when the call of `hold` has ended."""
+        if self._call is None or self._call.done():
+            do()
+        else:
+            self._call.add_done_callback(lambda _: do())
+
+    async def answered(self) -> None:
+        """Wait until the call of `hold` has ended."""
+        while self._call is not None and not self._call.done():
+            await asyncio.wait([self._call])
+
+
 class Patience:
     """How long a client waits: ``total`` seconds for the result, and ``busy`` seconds, if any, for each slice of it.
 
@@ -164,16 +199,24 @@ class Patience:
 class Busy(Protocol):
     """Is told when PoC computed."""
 
+    def hold(self, call: asyncio.Task[Any]) -> None:
+        """Expect the time of a ``call`` to the workers, which is told before it has ended."""
+        ...
+
     def add(self, start: float, end: float) -> None:
         """Count the time from ``start`` to ``end``."""
         ...
 
 
 class SliceMeter:
-    """Counts the time that a slice takes while a round computes: by itself, and in the ``share`` of all requests."""
+    """Counts the time that a slice takes while a round computes: by itself, and in the ``share`` of all requests.
 
-    def __init__(self, share: BusyShare, round_computes: Callable[[], bool]) -> None:
+    It keeps the ``turn`` of the slice until all of that time is known.
+    """
+
+    def __init__(self, share: BusyShare, turn: Turn, round_computes: Callable[[], bool]) -> None:
         self.seconds = 0.0
+        self.hold = turn.hold
         self._share = share
         self._round_computes = round_computes
 
@@ -199,19 +242,23 @@ class RequestShare:
         self._longest = settings.request_share * settings.share_window_seconds
         self._rests_until = clock.now()
         self._backoff = settings.chat_backoff_seconds
-        self._turn, self._turn_of_chains = asyncio.Lock(), asyncio.Lock()
+        self._turn, self._turn_of_chains = Turn(), Turn()
 
     @asynccontextmanager
     async def slice(self, *, of_chains: bool) -> AsyncIterator[SliceMeter]:
-        """Wait for the turn of a slice, which lasts as long as the context does; tell the meter when it computes."""
-        async with self._turn_of_chains if of_chains else self._turn:
+        """Wait for the turn of a slice, which lasts as long as the context does, and the call that it has begun.
+
+        Tell the meter when it computes.
+        """
+        turn = self._turn_of_chains if of_chains else self._turn
+        async with turn:
             while self.round_computes() and (self._rests or self._busy.value() >= self._share):
                 await self._clock.sleep(self._backoff)
-            meter = SliceMeter(self._busy, self.round_computes)
+            meter = SliceMeter(self._busy, turn, self.round_computes)
             try:
                 yield meter
             finally:
-                self._rest(meter.seconds)
+                turn.once_answered(lambda: self._rest(meter.seconds))
 
     @property
     def _rests(self) -> bool:

@@ -165,8 +165,24 @@ class Generation:
         if receiver is not None:
             self.delivery.readdress(receiver)
 
+    @property
+    def flushes(self) -> bool:
+        """Whether it has failed, and delivers what it had computed before."""
+        return self.state is PowState.FAILED and not self._computing.done()
+
+    @property
+    def pending(self) -> int:
+        """How many results wait that somebody delivers."""
+        return self.delivery.pending if self.state is PowState.GENERATING or self.flushes else 0
+
+    async def flushed(self) -> None:
+        """Wait until it flushes no more, which takes no longer than the flush time."""
+        if self.flushes:
+            await asyncio.wait([self._computing])
+
     async def stop(self, why: Ending) -> None:
         """Stop computing, deliver what is left within the flush time, then end. Harmless after the end."""
+        await self.flushed()
         await _cancel(self._computing)
         if self.state is PowState.GENERATING:
             await self._flush()

@@ -12,10 +12,11 @@ Queued requests are computed one at a time, first come first served, while no ro
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 from http import HTTPStatus
 from uuid import uuid4
@@ -48,6 +49,8 @@ from vllm_poc.wire.messages import Protocol, RoundRequest, SlotRequest, WireMess
 _log = get_logger(__name__)
 
 Result = GeneratedResponse | ValidatedResponse
+#: Seconds after which whoever finds the queue full may ask again.
+_FULL_SECONDS = 5
 #: About the bytes that a job takes in memory without its result, one nonce in a result, and a step of its chain.
 _JOB_BYTES, _NONCE_BYTES, _STEP_BYTES = 2_048, 400, 8
 #: Waits until work may begin.
@@ -94,6 +97,17 @@ class Job:
         return self.result.model_copy(update={"callback": self.callback.state, "callback_error": self.callback.error})
 
 
+class Waits(Enum):
+    """What a request waits for. Each kind has a bound of its own, so that one that cannot run keeps no other out."""
+
+    #: Its turn in the queue; its client asks for the result later.
+    IN_QUEUE = auto()
+    #: The end of a round; its client waits for the answer.
+    FOR_ROUND = auto()
+    #: The next slice beside a round; its client waits for the answer.
+    BESIDE_ROUND = auto()
+
+
 def result_bytes(request: GenerateRequest) -> int:
     """Return about how many bytes of memory the result of a request takes."""
     if request.validation is not None or request.params is None:
@@ -121,36 +135,38 @@ class JobQueue:
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[Job] = deque()
         self._worker: asyncio.Task[None] | None = None
-        self._nonces = 0
+        self._nonces = Counter[Waits]()
         self._others = 0
         self._bytes = 0  # of all jobs
 
     @property
     def load(self) -> tuple[int, int]:
         """How many requests wait or are computed, and their nonces."""
-        return len(self._unended()) + self._others, self._nonces
+        return len(self._unended()) + self._others, self._nonces.total()
 
     def submit(self, request: GenerateRequest) -> JobResponse:
         """Queue a request; refused with 429 if too many nonces are queued, or results kept."""
         job = Job(request, bytes=result_bytes(request))
-        self._make_room(job.bytes)
-        self._admit(len(request.nonces))
+        making_way = self._making_way(job.bytes)
+        self._admit(len(request.nonces), Waits.IN_QUEUE)
+        for answered in making_way:  # once nothing refuses the request any more
+            self._forget(answered)
         self._jobs[job.id] = job
         self._bytes += job.bytes
         self._waiting.append(job)
         self._ensure_worker()
-        return JobResponse(status=JobState.QUEUED, request_id=job.id, queued_count=self._nonces)
+        return JobResponse(status=JobState.QUEUED, request_id=job.id, queued_count=self._nonces.total())
 
     @contextmanager
-    def counted(self, nonces: int) -> Iterator[None]:
+    def counted(self, nonces: int, waits: Waits) -> Iterator[None]:
         """Count a request that is not queued, but computed while its client waits; 429 as for the others."""
-        self._admit(nonces)
+        self._admit(nonces, waits)
         self._others += 1
         try:
             yield
         finally:
             self._others -= 1
-            self._nonces -= nonces
+            self._nonces[waits] -= nonces
 
     def find(self, request_id: str) -> Result | JobResponse:
         """Return the state or the result of a job; refused with 404 if there is none."""
@@ -207,7 +223,7 @@ class JobQueue:
     def _end(self, job: Job, state: JobState, error: str | None = None) -> None:
         if job.request is None:
             return  # it ended before it could be cancelled
-        self._nonces -= len(job.request.nonces)
+        self._nonces[Waits.IN_QUEUE] -= len(job.request.nonces)
         job.state, job.error, job.request = state, error, None
         if job.result is None:
             self._bytes -= job.bytes - _JOB_BYTES
@@ -218,22 +234,23 @@ class JobQueue:
         job = self._jobs.pop(job_id, None)
         self._bytes -= job.bytes if job is not None else 0
 
-    def _make_room(self, wanted: int) -> None:
-        limit = self._settings.result_bytes
-        answered = (job_id for job_id, job in list(self._jobs.items()) if job.is_answered)
-        while self._bytes and self._bytes + wanted > limit:
+    def _making_way(self, wanted: int) -> list[str]:
+        """Return the answered jobs that have to go so that so many bytes have room; 429 if these are not enough."""
+        limit, left, found = self._settings.result_bytes, self._bytes, list[str]()
+        answered = (job for job in self._jobs.values() if job.is_answered)
+        while left and left + wanted > limit:
             if (oldest := next(answered, None)) is None:
-                detail = f"Queue full: {self._bytes} bytes of results are kept or to be computed, and {limit} may"
-                raise refusal(HTTPStatus.TOO_MANY_REQUESTS, "QueueFull", f"{detail}; fetch them, or try again later")
-            self._forget(oldest)
+                detail = f"{self._bytes} bytes of results are kept or to be computed, and {limit} may"
+                raise _full(f"{detail}; fetch them, or try again later")
+            left -= oldest.bytes
+            found.append(oldest.id)
+        return found
 
-    def _admit(self, nonces: int) -> None:
-        queued, limit = self._nonces + nonces, self._settings.queued_nonces
-        if queued <= limit:
-            self._nonces = queued
-            return
-        detail = f"Queue full: {queued} nonces would be queued, and {limit} may; try again when some are done"
-        raise refusal(HTTPStatus.TOO_MANY_REQUESTS, "QueueFull", detail)
+    def _admit(self, nonces: int, waits: Waits) -> None:
+        queued, limit = self._nonces[waits] + nonces, self._settings.queued_nonces
+        if queued > limit:
+            raise _full(f"{queued} nonces would be queued, and {limit} may; try again when some are done")
+        self._nonces[waits] = queued
 
 
 class RequestWorker:
@@ -324,6 +341,11 @@ class RequestWorker:
         if nonces > limit and not self._share.round_computes():  # which a search would hold up
             await computer.autotune(request, nonces, self._share.round_computes)
         return computer.slice_size(request, limit)
+
+
+def _full(detail: str) -> RefusalError:
+    headers = {"Retry-After": str(_FULL_SECONDS)}
+    return refusal(HTTPStatus.TOO_MANY_REQUESTS, "QueueFull", f"Queue full: {detail}", headers)
 
 
 def _only(callbacks: Sequence[WireMessage]) -> WireMessage:

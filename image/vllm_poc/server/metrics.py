@@ -67,8 +67,12 @@ SLICE = OfModel(
         buckets=_SLICE_BUCKETS,
     )
 )
-PROGRESS = _gauge("poc_last_progress_timestamp_seconds", "Unix time of the last slice, or of a later round's start")
+PROGRESS = _gauge(
+    "poc_last_progress_timestamp_seconds",
+    "Unix time when the workers last began or ended a call, or of a later round's start",
+)
 READY = _gauge("poc_ready", "1 for whether PoC runs on this server, or why not, 0 for the others", "reason")
+FUSED = _gauge("poc_fused_pass", "1 if PoC computes by fused operations, 0 if not or as long as that is not known")
 STATE = _gauge("poc_state", "1 for the server's state, 0 for the others", "state")
 ACTIVITY = _gauge("poc_activity", "1 for what a round that generates does, 0 for the others", "activity")
 PENDING = _gauge("poc_results_pending", "Results of the round that wait for delivery")
@@ -97,7 +101,7 @@ def begin(model_name: str) -> None:
     for counter in (DELIVERED, REJECTED, CALLBACKS_LOST, HELD_BACK):
         counter.labels()
     SLICE.labels()
-    for gauge in (PROGRESS, PENDING, QUEUED_JOBS, QUEUED_NONCES):
+    for gauge in (PROGRESS, FUSED, PENDING, QUEUED_JOBS, QUEUED_NONCES):
         gauge.labels()
     set_ready("Starting")
     set_state(PowState.IDLE, None)

@@ -46,6 +46,8 @@ class Phases:
         self._session = session
         self._settings = settings
         self._clock = clock
+        self._former: Generation | None = None  # which failed, and still delivers
+        self._leaving: asyncio.Task[None] | None = None  # waits for that one
         self._lease: Lease | None = None
         self._expiry: asyncio.Task[None] | None = None  # stops the round when its lease runs out
         self._commands = asyncio.Lock()  # a start waits for a stop that still flushes
@@ -73,10 +75,8 @@ class Phases:
 
     @property
     def pending(self) -> int:
-        """How many results of a round that generates wait for delivery."""
-        return (
-            self.generation.delivery.pending if self.generation is not None and self.state is PowState.GENERATING else 0
-        )
+        """How many results wait for delivery: of a round that generates, and of those that have failed."""
+        return sum(one.pending for one in (self.generation, self._former) if one is not None)
 
     @property
     def lease(self) -> Lease | None:
@@ -138,7 +138,7 @@ class Phases:
         async with self._commands:
             if self.state is PowState.GENERATING:
                 raise self._conflict()
-            await self.close()
+            await self._leave()
             self.config, self.generation, self._phase = request, None, phase
 
     async def resume(self, slice_limit: int) -> None:
@@ -150,6 +150,8 @@ class Phases:
             if not config.has_slot:
                 message = "the round was initialised without it: call init/generate with node_id and node_count"
                 raise field_refusal("node_id", message, status=HTTPStatus.BAD_REQUEST)
+            if self.generation is not None:
+                await self.generation.flushed()  # which moves the index to go on from
             start = self.generation.delivery.delivered.index if self.generation is not None else config.start_index
             if start >= config.slot.capacity:
                 detail = "every nonce of the slot is delivered: start a round of another slot"
@@ -179,14 +181,14 @@ class Phases:
 
     async def drain(self) -> None:
         """Compute no further, and deliver what there is, until cancelled; the scheduler's gate is closed."""
-        if self.generation is not None:
-            await self.generation.drain()
+        await asyncio.gather(*(one.drain() for one in (self.generation, self._former) if one is not None))
 
     async def close(self) -> None:
         """End the round at once."""
         self._take_lease(None)
-        if self.generation is not None:
-            await self.generation.close()
+        for one in (self.generation, self._former):
+            if one is not None:
+                await one.close()
 
     def distance_config(self) -> SlotRequest:
         """Return the round; refused with 400 if there is none, with 409 if it has no phases to switch."""
@@ -203,7 +205,7 @@ class Phases:
         return self.config.round_id if self.config is not None else None
 
     async def _generate(self, request: InitGenerateRequest, slice_limit: int) -> None:
-        await self.close()
+        await self._leave()
         if self._scheduler.gate.is_closed:
             raise ServerEndsError
         self._free.clear()
@@ -218,6 +220,23 @@ class Phases:
             on_idle=self._free.set,
         )
         self._take_lease(request.lease_seconds)
+
+    async def _leave(self) -> None:
+        """Let the round go. One that has failed delivers on beside the next, but no more than one at a time does."""
+        self._take_lease(None)
+        if self.generation is None:
+            return
+        if not self.generation.flushes:
+            await self.generation.close()
+            return
+        if self._leaving is not None:
+            await asyncio.wait([self._leaving])
+        self._former = self.generation
+        self._leaving = asyncio.create_task(self._left(self._former))
+
+    async def _left(self, former: Generation) -> None:
+        await former.flushed()
+        self._former = None
 
     def _take_lease(self, seconds: int | None) -> None:
         if self._expiry is not None:

@@ -27,9 +27,9 @@ from vllm_poc.rpc import BatchRequest, BatchResult, ModelFacts, PassFields, Pass
 from vllm_poc.server import metrics
 from vllm_poc.server.autotune import Autotuner, GaveWayError, HalvingSliceSize, SliceSize, TunedSliceSize
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
-from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine, WeightsChangedError
+from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine, WeightsChangedError, noticed
 from vllm_poc.server.errors import ServerEndsError
-from vllm_poc.server.gate import Busy, ChatGate
+from vllm_poc.server.gate import Busy, ChatGate, Turn
 from vllm_poc.server.vllm_routes import Pauses
 from vllm_poc.settings import Settings
 from vllm_poc.wire.messages import RoundRequest
@@ -258,8 +258,8 @@ class Scheduler:
         self.model = ModelDescription(self._described, clock)
         #: Counts how often the weights have become others.
         self.weights = 0
-        #: Held by whoever computes, from the first slice of a piece of work to its last.
-        self.turn = asyncio.Lock()
+        #: Held by whoever computes, from the first slice of a piece of work to the answer to its last.
+        self.turn = Turn()
         self._engine = engine
         self._settings = settings
         self._autotuner = Autotuner(self._warm_up, settings.slice_seconds)
@@ -343,25 +343,51 @@ class Scheduler:
         await self._passed(needed)
         if weights != self.weights:
             raise WeightsChangedError
-        started = self.gate.clock.now()
-        result = await call()
-        ended = self.gate.clock.now()
-        self.gate.busy.add(started, ended)
+        return await self._called(partial(self._observed, call), busy)
+
+    async def idle(self) -> None:
+        """Wait until the workers compute nothing for PoC, also nothing that nobody waits for any more."""
+        await self.turn.answered()
+        await self._engine.idle()
+
+    async def _called(self, call: Callable[[], Awaitable[T]], busy: Busy | None = None) -> tuple[T, float]:
+        """Return the answer of the workers, and how many seconds it took. The caller holds the `turn`.
+
+        If he is cancelled the workers compute on: the turn is kept until they have answered, and the time counts.
+        """
+        calling = asyncio.create_task(self._timed(call, busy))
+        calling.add_done_callback(noticed)
+        self.turn.hold(calling)
         if busy is not None:
-            busy.add(started, ended)
-        metrics.SLICE.labels().observe(ended - started)
+            busy.hold(calling)
+        await asyncio.wait([calling])
+        return calling.result()
+
+    async def _timed(self, call: Callable[[], Awaitable[T]], busy: Busy | None) -> tuple[T, float]:
+        # The last one may be long ago, as while chat held PoC back, and this one take a minute, as a capture does.
+        metrics.PROGRESS.labels().set_to_current_time()
+        started = self.gate.clock.now()
+        try:
+            result = await call()
+        finally:
+            ended = self.gate.clock.now()
+            for share in (self.gate.busy, busy):
+                if share is not None:
+                    share.add(started, ended)
         metrics.PROGRESS.labels().set_to_current_time()
         return result, ended - started
+
+    async def _observed(self, call: Callable[[], Awaitable[T]]) -> T:
+        started = self.gate.clock.now()
+        answer = await call()
+        metrics.SLICE.labels().observe(self.gate.clock.now() - started)
+        return answer
 
     async def _described(self) -> ModelFacts:
         # It computes, and so waits for chat as all work does.
         async with self.turn:
             await self._passed()
-            started = self.gate.clock.now()
-            try:
-                return await self._engine.facts(self._settings.decode_setup)
-            finally:
-                self.gate.busy.add(started, self.gate.clock.now())
+            return (await self._called(partial(self._engine.facts, self._settings.decode_setup)))[0]
 
     async def _passed(self, needed: float = inf) -> None:
         """Wait until the workers may compute, and know nothing of other weights."""
@@ -379,10 +405,7 @@ class Scheduler:
     async def _warm_up(self, batch: BatchRequest, segment_seconds: float, keep: list[PassFields]) -> PassTiming:
         async with self.turn:
             await self._passed()
-            started = self.gate.clock.now()
-            timing = await self._engine.warm_up(batch, segment_seconds, keep)
-            self.gate.busy.add(started, self.gate.clock.now())
-        return timing
+            return (await self._called(partial(self._engine.warm_up, batch, segment_seconds, keep)))[0]
 
     async def _attempted(self, batch: BatchRequest) -> None:
         async with self.turn:

@@ -20,7 +20,7 @@ from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, VllmEngine
 from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.gate import Patience, RequestShare
-from vllm_poc.server.jobs import Job, JobQueue, RequestWorker, Result
+from vllm_poc.server.jobs import Job, JobQueue, RequestWorker, Result, Waits
 from vllm_poc.server.phases import Phases
 from vllm_poc.server.scheduler import Scheduler
 from vllm_poc.server.status import known_facts, model_limits, status_response
@@ -137,7 +137,8 @@ class PocService:
         if not request.wait:
             return self.jobs.submit(request)
         patience = self._patience(self._settings.busy_seconds if request.beside_round else None)
-        with self.jobs.counted(len(request.nonces)):
+        waits = Waits.BESIDE_ROUND if request.beside_round else Waits.FOR_ROUND
+        with self.jobs.counted(len(request.nonces), waits):
             work = self._work.result(request, uuid4().hex, limit, patience.renew)
             return await self._answered(work, patience)
 
@@ -146,7 +147,7 @@ class PocService:
         round_ = self.phases.distance_config()
         limit = await self._known_limit(round_)
         patience = self._patience(self._settings.busy_seconds)
-        with self.jobs.counted(len(batch.nonces)):
+        with self.jobs.counted(len(batch.nonces), Waits.BESIDE_ROUND):
             return await self._answered(self._work.proof(round_, batch, limit, patience.renew), patience)
 
     async def status(self, *, lists: bool = True, renewal: LeaseRenewal | None = None) -> StatusResponse:

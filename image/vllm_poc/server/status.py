@@ -125,7 +125,9 @@ def readiness(scheduler: Scheduler) -> metrics.Readiness:
 
 def set_gauges(scheduler: Scheduler, phases: Phases, jobs: JobQueue) -> None:
     """Bring the gauges up to date that no event sets."""
+    facts = scheduler.model.known
     metrics.set_ready(readiness(scheduler))
+    metrics.FUSED.labels().set(facts is not None and facts["fused"])
     metrics.set_state(phases.state, phases.activity)
     metrics.PENDING.labels().set(phases.pending)
     queued, nonces = jobs.load

@@ -34,7 +34,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from starlette.datastructures import QueryParams
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
@@ -66,7 +66,9 @@ _POOLING = {
 }
 _SPEECH = {"/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"}
 INFERENCE_PATHS = frozenset(_GENERATIVE | _POOLING | _SPEECH)
-_MESSAGE = "a Proof-of-Compute round runs and goes first on this server: try again later, or on another server"
+#: What load balancers ask.
+_HEALTH_PATHS = frozenset({"/health", "/ping"})
+_POC_FIRST = "a Proof-of-Compute round runs and goes first on this server: try again later, or on another server"
 
 
 def path_of(scope: Scope) -> str:
@@ -83,17 +85,31 @@ def is_inference(scope: Scope) -> bool:
     return scope["type"] == "http" and scope["method"] == "POST" and path_of(scope) in INFERENCE_PATHS
 
 
+def asks_for_health(scope: Scope) -> bool:
+    """Whether a request asks if the server takes inference requests."""
+    return scope["type"] == "http" and path_of(scope) in _HEALTH_PATHS
+
+
+def unhealthy() -> Response:
+    """Return the answer to that of a server that ends, so that the next requests go elsewhere; those that come run."""
+    return _unavailable("the server ends: send new requests to another one", retry_after=30)
+
+
 async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer 503 in the form of vLLM's own API, also to the handshake of a WebSocket where the server can do that."""
-    code = HTTPStatus.SERVICE_UNAVAILABLE
-    error = {"message": _MESSAGE, "type": "service_unavailable", "code": code.value}
-    answer = JSONResponse({"error": error}, code, {"Retry-After": "5"})
+    answer = _unavailable(_POC_FIRST, retry_after=5)
     if scope["type"] == "http":
         await answer(scope, receive, send)
     elif "websocket.http.response" in scope.get("extensions", {}):
         await WebSocket(scope, receive, send).send_denial_response(answer)
     else:
         await WebSocket(scope, receive, send).close()  # becomes 403: this is all that such servers can say
+
+
+def _unavailable(message: str, *, retry_after: int) -> Response:
+    code = HTTPStatus.SERVICE_UNAVAILABLE
+    error = {"message": message, "type": "service_unavailable", "code": code.value}
+    return JSONResponse({"error": error}, code, {"Retry-After": str(retry_after)})
 
 
 _SUCCESS = range(200, 300)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for vLLM's engine client: it answers the workers' calls by a formula."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -101,7 +102,8 @@ class FakeOutputProcessor:
 class FakeEngineClient:
     """Answers like a tensor-parallel pair of workers, the second of which speaks. Faults are attributes.
 
-    Calls take their seconds by the ``clock``.
+    Calls take their seconds by the ``clock``. As with vLLM's engine they go one after the other, and each goes on to
+    its end whether or not its caller still waits.
     """
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -133,14 +135,30 @@ class FakeEngineClient:
         self.described = 0
         self.seconds_to_describe = 0.0
         self.seconds_to_warm_up = 0.0
-        self.in_flight = 0
+        self.in_flight = 0  # calls that have no answer so far, whoever waits for them
+        self._turn = asyncio.Lock()
         self.asleep = False
         self.drift = 0  # a GPU that computes wrongly: each nonce gets the values of another one
 
     async def collective_rpc(self, method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:  # noqa: ASYNC109
-        """Answer one call; the engine's own limit never strikes."""
+        """Answer one call. TimeoutError when the engine has waited so many seconds for its workers."""
         assert timeout > 0
         self.calls.append(method)
+        self.in_flight += 1
+        answering = asyncio.create_task(self._in_turn(method, args, timeout))
+        answering.add_done_callback(self._answered)
+        return await asyncio.shield(answering)
+
+    async def _in_turn(self, method: str, args: tuple[Any, ...], seconds: float) -> list[Any]:
+        async with self._turn, asyncio.timeout(seconds):
+            return await self._answer(method, args)
+
+    def _answered(self, answering: asyncio.Task[list[Any]]) -> None:
+        self.in_flight -= 1
+        if not answering.cancelled():
+            answering.exception()  # which nobody looks at whose caller is gone
+
+    async def _answer(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         if method == "poc_describe":
             self.described += 1
             await self._spend(self.seconds_to_describe)
@@ -188,11 +206,7 @@ class FakeEngineClient:
         return self.decode_facts if self.has_room else Failure(error=NO_ROOM)
 
     async def _spend(self, seconds: float) -> None:
-        self.in_flight += 1
-        try:
-            await self._clock.sleep(seconds)
-        finally:
-            self.in_flight -= 1
+        await self._clock.sleep(seconds)
         if self.fault is not None:
             raise self.fault
 

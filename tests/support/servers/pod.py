@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-from fastapi import FastAPI, HTTPException, Request, WebSocket
+from fastapi import FastAPI, HTTPException, Request, Response, WebSocket
 from prometheus_client import make_asgi_app
 from starlette.routing import Mount
 
@@ -44,6 +44,8 @@ class Pod:
         self.app = FastAPI()
         self.app.add_middleware(PocMiddleware, clock=clock)
         self.app.get("/v1/models")(lambda: {"data": ["tiny"]})
+        self.app.get("/health")(_nothing)
+        self.app.api_route("/ping", methods=["GET", "POST"])(_nothing)
         for path in INFERENCE_PATHS - {"/v1/realtime"}:
             self.app.post(path)(_infer)
         self.app.websocket("/v1/realtime")(_talk)
@@ -105,6 +107,10 @@ class Pod:
 async def _infer(seconds: float = 0) -> dict[str, bool]:
     await asyncio.sleep(seconds)
     return {"done": True}
+
+
+async def _nothing() -> Response:
+    return Response()
 
 
 async def _talk(websocket: WebSocket) -> None:

@@ -3,7 +3,7 @@
 
 python -m tests.support.servers.pod_process PORT RELEASE FILE: serve on this port of the loopback interface until a
 signal, as vLLM 0.23 or 0.32 does. At the end the file has the nonces that the engine answered, as JSON. ``POST /chat``
-with ``seconds`` keeps the engine busy with chat.
+with ``seconds`` keeps the engine busy with chat, and ``POST /break`` lets all its calls fail.
 
 `serving` runs one. What the launchers do is taken from ``vllm/entrypoints/launcher.py`` of 0.23 and
 ``vllm/entrypoints/launchers/launcher.py`` of 0.32.
@@ -168,6 +168,10 @@ async def _main(port: int, release: str, file: Path) -> None:
         pod.engine.output_processor.busy = True
         await asyncio.sleep(seconds)
         pod.engine.output_processor.busy = False
+
+    @pod.app.post("/break")
+    async def break_engine() -> None:
+        pod.engine.fault = RuntimeError("CUDA error")
 
     config = uvicorn.Config(pod.app, host="127.0.0.1", port=port, log_level="warning")
     server = uvicorn.Server(config) if release == "0.23" else _NoSignalServer(config)

@@ -135,7 +135,7 @@ async def test_other_weights_end_a_batch_that_was_begun() -> None:
     work = Work()
     running = work.begun(asked([1]))
     await settle()
-    await work.scheduler.forget()
+    await work.clock.passes(work.scheduler.forget())
     with pytest.raises(WeightsChangedError):
         await work.clock.passes(running)
 
