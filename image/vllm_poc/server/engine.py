@@ -22,6 +22,9 @@ from vllm_poc.rpc import (
 _NO_MEMORY = ("MemoryError:", "OutOfMemoryError:")
 #: Tokens of the prefill, and steps, of the network's chains.
 _NETWORKS_CHAIN = (256, 256)
+#: Share of a call's limit after which a look at the model begins no further batch. The rest is for the one that it has
+#: begun: what a call computes that was given up would hold back chat on a server that says it is healthy.
+_LOOK_SHARE = 0.5
 #: Whoever waits for a call to end looks this often.
 _LOOK_SECONDS = 0.005
 
@@ -78,15 +81,19 @@ class VllmEngine:
         self._call_seconds = call_seconds
         self._calls = 0
 
-    async def facts(self, decode: DecodeSetup | None = None) -> ModelFacts:
+    async def facts(self, decode: DecodeSetup | None = None, before: ModelFacts | None = None) -> ModelFacts:
         """Describe the model, which takes seconds the first time, and prepare the decode scheme if that is set up.
 
         EngineError if the engine does not answer. What only keeps the decode scheme from running is a refusal of it,
-        which ``passes`` if another try may fare better.
+        which ``passes`` if another try may fare better. One that was prepared ``before`` stays, if the pass does.
         """
         facts = await self._model_facts()
         if decode is None or facts["refusal"] is not None:
             return facts
+        if before is not None and "decode" in before and facts["fused"] == before["fused"]:
+            prepared = before["decode"]
+            if prepared["refusal"] is None:
+                return {**facts, "decode": prepared, "findings": [*facts["findings"], *_findings(prepared)]}
         try:
             found = await self.prepare_decode(decode)
         except NoMemoryError as error:
@@ -101,7 +108,7 @@ class VllmEngine:
         return {**facts, "decode": found, "findings": [*facts["findings"], *_findings(found)]}
 
     async def _model_facts(self) -> ModelFacts:
-        ranks: list[ModelFacts] = await self._call("poc_describe")
+        ranks: list[ModelFacts] = await self._call("poc_describe", _LOOK_SHARE * self._call_seconds)
         facts = next((facts for facts in ranks if facts["refusal"] is not None), ranks[0])
         return {
             **facts,

@@ -203,6 +203,7 @@ class PocService:
     async def close(self) -> None:
         """End all work at once and release the connections."""
         self.scheduler.shortage.end()
+        await self.scheduler.model.end()
         await self.jobs.cancel("cancelled by the server's end")
         await self.phases.close()
         await self._outbox.close()

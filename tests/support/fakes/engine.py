@@ -132,6 +132,8 @@ class FakeEngineClient:
         self.forget_fault: Exception | None = None
         self.described = 0
         self.seconds_to_describe = 0.0
+        self.seconds_to_look = 0.0  # that the server lets the workers have
+        self.has_room_to_look = True
         self.seconds_to_warm_up = 0.0
         self.in_flight = 0
         self.asleep = False
@@ -143,8 +145,9 @@ class FakeEngineClient:
         self.calls.append(method)
         if method == "poc_describe":
             self.described += 1
+            (self.seconds_to_look,) = args
             await self._spend(self.seconds_to_describe)
-            return [self.facts, self.facts]
+            return [self.facts, self.facts] if self.has_room_to_look else [Failure(error=NO_ROOM)] * 2
         if method == "poc_forget":
             if self.forget_fault is not None:
                 raise self.forget_fault
