@@ -5,6 +5,7 @@ They travel through ``collective_rpc`` by method name, as plain dictionaries of 
 be pickled:
 
 - ``poc_describe(seconds) -> ModelFacts``
+- ``poc_rest() -> dict``
 - ``poc_compute(BatchRequest) -> BatchResult``
 - ``poc_warm_up(BatchRequest, segment_seconds, keep) -> PassTiming``
 - ``poc_prepare_decode(DecodeSetup) -> DecodeFacts``

@@ -22,6 +22,8 @@ from vllm_poc.rpc import (
 _NO_MEMORY = ("MemoryError:", "OutOfMemoryError:")
 #: Tokens of the prefill, and steps, of the network's chains.
 _NETWORKS_CHAIN = (256, 256)
+#: Calls that leave nothing on a device.
+_WITHOUT_WORK = ("poc_rest", "poc_forget")
 #: Share of a call's limit after which a look at the model begins no further batch. The rest is for the one that it has
 #: begun: what a call computes that was given up would hold back chat on a server that says it is healthy.
 _LOOK_SHARE = 0.5
@@ -80,6 +82,7 @@ class VllmEngine:
         self._client = client
         self._call_seconds = call_seconds
         self._calls = 0
+        self._gave_work = False  # since the devices have rested
 
     async def facts(self, decode: DecodeSetup | None = None, before: ModelFacts | None = None) -> ModelFacts:
         """Describe the model, which takes seconds the first time, and prepare the decode scheme if that is set up.
@@ -121,6 +124,15 @@ class VllmEngine:
     async def forget(self) -> None:
         """Let the workers drop what they have made of the model's weights. EngineError if the engine fails."""
         await self._call("poc_forget")
+
+    async def rest(self) -> None:
+        """Let the devices end what they were given: an answer leaves the next step on a GPU. EngineError if one fails.
+
+        Nothing if they were given nothing since.
+        """
+        if self._gave_work:
+            self._gave_work = False
+            await self._call("poc_rest")
 
     async def sleeps(self) -> bool:
         """Whether the engine sleeps, at least in part. EngineError if it does not say."""
@@ -169,6 +181,7 @@ class VllmEngine:
         # The engine gives up later than we do, since it takes a late answer for that to its next call. It
         # must give up, since a rank that hangs would hold back chat, too, until vLLM's own limit ends the server.
         self._calls += 1
+        self._gave_work |= method not in _WITHOUT_WORK
         try:
             async with asyncio.timeout(self._call_seconds):
                 answers = await self._client.collective_rpc(method, 2 * self._call_seconds, args)

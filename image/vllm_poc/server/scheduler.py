@@ -366,18 +366,18 @@ class Scheduler:
         return result, ended - started
 
     async def _described(self, before: ModelFacts | None) -> ModelFacts:
-        return await self._engine.facts(self._settings.decode_setup, before)
+        started = self.gate.clock.now()
+        try:
+            return await self._engine.facts(self._settings.decode_setup, before)
+        finally:
+            self.gate.busy.add(started, self.gate.clock.now())
 
     @asynccontextmanager
     async def _turn_to_look(self) -> AsyncIterator[None]:
         # It computes, and so waits for chat as all work does.
         async with self.turn:
             await self._passed()
-            started = self.gate.clock.now()
-            try:
-                yield
-            finally:
-                self.gate.busy.add(started, self.gate.clock.now())
+            yield
 
     def _begin_anew(self) -> None:
         """Let all work begin anew with the pass that the workers have now, as it does with other weights."""

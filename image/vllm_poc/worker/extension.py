@@ -91,6 +91,20 @@ class PocWorkerExtension:
         self._poc_model_runner = self._poc_harm = self._poc_decoder = None
         return {"forgotten": True}  # None is the answer of ranks that have nothing to say
 
+    def poc_rest(self) -> dict[str, bool] | Failure:
+        """Wait until the device has done all that it was given.
+
+        An answer leaves the next step on a GPU, and not every release waits for that before it gives memory away.
+        """
+
+        def rest() -> dict[str, bool]:
+            device = torch.device(self.model_runner.device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return {"rests": True}
+
+        return _answer(rest)
+
     def poc_compute(self, request: BatchRequest) -> BatchResult | Failure | None:
         """Compute the request together with all other ranks."""
         return _answer(lambda: self._poc_together(lambda runner: runner.prepare(request)))

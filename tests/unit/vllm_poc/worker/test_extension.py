@@ -81,6 +81,16 @@ def test_a_pass_that_may_be_faster_by_now_is_looked_at_again(monkeypatch: pytest
     assert seconds == [1.0, 2.0, 3.0], "as long as the server lets it"
 
 
+@pytest.mark.parametrize(("device", "waits"), [("cuda:0", 1), ("cpu", 0)])
+def test_a_worker_rests_once_its_device_has_done_all(device: str, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[object] = []
+    monkeypatch.setattr("torch.cuda.synchronize", waited.append)
+    worker = PocWorkerExtension()
+    worker.model_runner = SimpleNamespace(device=device)
+    assert worker.poc_rest() == {"rests": True}
+    assert [str(one) for one in waited] == [device] * waits
+
+
 def test_a_failure_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     answer = Worker(RuntimeError("CUDA error")).poc_describe()
     assert answer == {"error": "RuntimeError: CUDA error"}
