@@ -4,7 +4,8 @@
 They travel through ``collective_rpc`` by method name, as plain dictionaries of plain values, so that nothing has to
 be pickled:
 
-- ``poc_describe() -> ModelFacts``
+- ``poc_describe(seconds) -> ModelFacts``
+- ``poc_rest() -> dict``
 - ``poc_compute(BatchRequest) -> BatchResult``
 - ``poc_warm_up(BatchRequest, segment_seconds, keep) -> PassTiming``
 - ``poc_prepare_decode(DecodeSetup) -> DecodeFacts``
@@ -243,8 +244,10 @@ class ModelFacts(TypedDict):
     out about this server before it computed for PoC. ``stages`` is the length of the pipeline. ``attention`` and
     ``experts`` are the names of the kernels that compute these, empty where there are none or they have no name.
     ``dtype``, ``kv_cache_dtype`` and ``quantization`` are vLLM's words for how it computes and stores; the last is
-    empty where weights are not quantized. ``flags`` are vLLM's further flags that may change results. ``decode`` is
-    what they say about the decode scheme, if the server is set up for it: the server adds that.
+    empty where weights are not quantized. ``flags`` are vLLM's further flags that may change results. ``slower`` is the
+    finding that says why the pass is slower than this device allows, if it is; ``passes`` says that another
+    ``poc_describe`` may find a faster one. ``decode`` is what they say about the decode scheme, if the server is set up
+    for it: the server adds that.
     """
 
     hidden_size: int
@@ -265,6 +268,8 @@ class ModelFacts(TypedDict):
     flags: list[str]
     findings: list[str]
     refusal: str | None
+    slower: NotRequired[str]
+    passes: NotRequired[bool]
     decode: NotRequired[DecodeFacts]
 
 

@@ -63,13 +63,17 @@ class FaultExtension(CheckingExtension):
         stage = self._poc().stage
         if self.rank == failing:
             stage = Stage(stage.adapter, stage.limits, stage.pass_)
-            stage.forward = _out_of_memory  # type: ignore[assignment,method-assign]
+            stage.forward = _fail  # type: ignore[assignment,method-assign]
         found = hidden_states(stage)
         return [list(hidden.shape) for hidden in found] if found is not None else None
 
 
 def _out_of_memory(*_: object) -> None:
     raise MemoryError("no memory on this rank")
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("this rank fails")
 
 
 def _lack_memory(most: int, _module: nn.Module, inputs: tuple[Tensor, ...], _output: object) -> None:

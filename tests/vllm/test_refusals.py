@@ -13,6 +13,7 @@ from urllib.error import HTTPError
 
 import pytest
 
+from poc_operator.fleets.resolve import Preset, packaged
 from tests.vllm.device import ON_GPU, lacks
 from tests.vllm.server import serving
 
@@ -103,6 +104,12 @@ def test_what_has_been_compared_with_some_flags_is_refused_without_them(tmp_path
     assert "start vLLM with --kv-cache-dtype auto" in (refusal(config, model) or "")
 
 
+PRESETS = [preset for preset in packaged().values() if isinstance(preset, Preset)]
+#: Flags of presets that this machine, or the model that stands for theirs, does not take.
+NEEDS_THE_MODEL_OR_A_GPU = (
+    *("--attention-backend", "--block-size", "--gpu-memory-utilization", "--max-model-len"),
+    *("--tokenizer-mode", "--reasoning-parser", "--tool-call-parser", "--enable-auto-tool-choice"),
+)
 #: Where the flag is in one release or another that records experts.
 RECORDING = ("model_config.enable_return_routed_experts", "aux_output_config.enable_return_routed_experts")
 #: Settings that came with one of the later releases, or that vLLM has taken back.
@@ -136,6 +143,26 @@ def test_the_release_has_all_settings_that_are_judged_and_its_defaults_are_prove
     config, _ = build("OPTForCausalLM", tmp_path)
     assert settings_refusal(config) is None
     assert {setting.path for setting in JUDGED if not has(config, setting.path)} - NOT_EVERYWHERE == set()
+
+
+@on_one_device
+@pytest.mark.parametrize("preset", PRESETS, ids=[preset.name for preset in PRESETS])
+def test_no_setting_of_a_preset_is_refused(preset: Preset, tmp_path: Path) -> None:
+    """Nor one that vLLM derives of them: on a CPU all those that need no GPU, on any model."""
+    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - needs vLLM
+
+    from tests.vllm.refused import write_config  # noqa: PLC0415
+    from vllm_poc.cli import parse_as_server  # noqa: PLC0415
+    from vllm_poc.worker.model.flags import settings_refusal  # noqa: PLC0415
+
+    write_config("OPTForCausalLM", tmp_path)
+    if preset.name == "glm-5.3-flash" and lacks("models/glm5next"):
+        pytest.skip("this release of vLLM has no GLM-5.3")
+    for gpu in preset.gpus:
+        flags = [flag for flag in (*preset.args, *gpu.args) if not flag.startswith(NEEDS_THE_MODEL_OR_A_GPU)]
+        words = ["--model", str(tmp_path), *flags, "--max-model-len=128", "--skip-tokenizer-init"]
+        config = EngineArgs.from_cli_args(parse_as_server(words)).create_engine_config()
+        assert settings_refusal(config) is None
 
 
 @on_one_device

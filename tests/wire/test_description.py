@@ -7,9 +7,10 @@ from time import monotonic
 
 import pytest
 
-from tests.support.fakes.clock import FakeClock
+from tests.support.checks.metrics import parse_pod
+from tests.support.fakes.clock import FakeClock, settle
+from tests.support.fakes.engine import FACTS
 from tests.support.servers.pod import DISTANCE, SLOT, Pod, lifespan
-from vllm_poc.server import scheduler
 from vllm_poc.wire.answers import StatusResponse
 
 
@@ -122,14 +123,125 @@ async def test_a_server_whose_engine_is_not_there_yet_starts_all_the_same() -> N
         assert (await pod.reach(lambda s: s.model.max_seq_len > 0)).model.error is None
 
 
+async def lasts(clock: FakeClock, seconds: int) -> None:
+    """Let so much time pass, and nobody ask."""
+    for _ in range(seconds):
+        clock.advance(1)
+        await settle(20)
+
+
+async def readiness(pod: Pod) -> str:
+    found = parse_pod((await pod.http.get("/metrics/")).text, "tiny")
+    (ready,) = [name for name, value in found.items() if name.startswith("poc_ready") and value]
+    return ready.removeprefix('poc_ready{reason="').removesuffix('"}')
+
+
+@pytest.mark.parametrize("clock", [FakeClock()], ids=["by the clock"])
 @pytest.mark.parametrize("refusal", [None, "no memory"])
 async def test_why_poc_does_not_run_is_logged_once(
-    pod: Pod, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, refusal: str | None
+    pod: Pod, clock: FakeClock, caplog: pytest.LogCaptureFixture, refusal: str | None
 ) -> None:
-    monkeypatch.setattr(scheduler, "_DESCRIBED_AGAIN_SECONDS", 0)
     pod.engine.facts["refusal"] = refusal
     pod.engine.fault = RuntimeError("no memory") if refusal is None else None
-    errors = {(await pod.status()).model.error for _ in range(3)}
-    assert pod.engine.described == (3 if refusal is None else 1)
+    errors = set()
+    for _ in range(3):
+        errors.add((await clock.passes(pod.status())).model.error)
+        await lasts(clock, 30)
+    assert pod.engine.described >= (3 if refusal is None else 1)
     (error,) = errors
     assert len([record for record in caplog.records if record.message.endswith(str(error))]) == 1
+
+
+@pytest.mark.parametrize("clock", [FakeClock()], ids=["by the clock"])
+async def test_what_fails_is_tried_again_by_the_clock_and_no_more_often(pod: Pod, clock: FakeClock) -> None:
+    pod.engine.fault = RuntimeError("the engine is busy")
+    await clock.passes(pod.status())
+    await lasts(clock, 95)
+    assert pod.engine.described == 4, "every 30 s"
+    assert await readiness(pod) == "EngineFailed"
+    pod.engine.fault = None
+    await lasts(clock, 30)
+    assert await readiness(pod) == "Ready"
+    await lasts(clock, 3_600)
+    assert pod.engine.described == 5
+
+
+@pytest.mark.parametrize("clock", [FakeClock()], ids=["by the clock"])
+async def test_a_lack_of_memory_at_the_start_passes(pod: Pod, clock: FakeClock) -> None:
+    pod.engine.has_room_to_look = False
+    status = await clock.passes(pod.status())
+    assert "MemoryError: the GPU has no room" in (status.model.error or "")
+    assert await readiness(pod) == "NoMemory"
+    pod.engine.has_room_to_look = True
+    await lasts(clock, 31)
+    assert await readiness(pod) == "Ready"
+    assert (await pod.status()).model.error is None
+
+
+async def test_a_look_ends_before_its_call_is_given_up(pod: Pod) -> None:
+    await pod.reach(lambda s: s.model.max_seq_len > 0)
+    assert 0 < pod.engine.seconds_to_look <= 10, "the call has 20, and a batch that has begun is computed"
+
+
+@pytest.mark.parametrize("clock", [FakeClock()], ids=["by the clock"])
+@pytest.mark.parametrize("paused", [(), ("/pause",)], ids=["at once", "paused"])
+async def test_other_weights_are_looked_at_though_nobody_asks(
+    pod: Pod, clock: FakeClock, paused: tuple[str, ...]
+) -> None:
+    pod.seconds_per_command = 0.0
+    await clock.passes(pod.status())
+    for path in (*paused, "/update_weights", "/update_weights", "/update_weights"):
+        await clock.passes(pod.http.post(path))
+    if paused:
+        await lasts(clock, 60)
+        assert (pod.engine.described, await readiness(pod)) == (1, "Paused")
+        await clock.passes(pod.http.post("/resume"))
+    await lasts(clock, 1)
+    assert await readiness(pod) == "Ready"
+    assert pod.engine.described <= (2 if paused else 4), "once, however many updates a pause has"
+
+
+@pytest.mark.parametrize("clock", [FakeClock()], ids=["by the clock"])
+async def test_other_weights_are_looked_at_between_chats(pod: Pod, clock: FakeClock) -> None:
+    await clock.passes(pod.status())
+    pod.engine.output_processor.busy = True
+    await clock.passes(pod.http.post("/update_weights"))
+    await lasts(clock, 60)
+    assert (pod.engine.described, await readiness(pod)) == (1, "Starting")
+    pod.engine.output_processor.busy = False
+    await lasts(clock, 5)
+    assert (pod.engine.described, await readiness(pod)) == (2, "Ready")
+
+
+SLOWER = "PoC computes slower, since fused operations find no room; it is tried again."
+
+
+@pytest.mark.parametrize("clock", [FakeClock()], ids=["by the clock"])
+async def test_a_faster_pass_that_found_no_room_is_tried_again_ever_less_often(
+    pod: Pod, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    pod.engine.facts |= {"findings": [SLOWER], "slower": SLOWER, "passes": True}
+    await clock.passes(pod.status())
+    await lasts(clock, 29)
+    seen = [pod.engine.described]
+    for seconds in (2, 60, 120, 240):
+        await lasts(clock, seconds)
+        seen.append(pod.engine.described)
+    assert seen == [1, 2, 3, 4, 5]
+    assert [record.levelname for record in caplog.records if record.message == SLOWER] == ["WARNING"]
+    assert await readiness(pod) == "Ready", "it computes meanwhile"
+
+
+@pytest.mark.parametrize("clock", [FakeClock()], ids=["by the clock"])
+async def test_work_goes_on_with_a_faster_pass_once_it_is_found(pod: Pod, clock: FakeClock) -> None:
+    pod.engine.facts |= {"findings": [SLOWER], "slower": SLOWER, "passes": True}
+    await clock.passes(pod.start(DISTANCE | SLOT))
+    await pod.reach(lambda s: s.total_checked > 0)
+    warmed_up = len(pod.engine.warmed_up)
+    pod.engine.facts = {**FACTS, "fused": True}
+    await lasts(clock, 31)
+    status = await pod.status()
+    assert status.model.fused
+    await pod.reach(lambda s: s.total_checked > status.total_checked)
+    assert len(pod.engine.warmed_up) > warmed_up, "it is tuned anew"
+    assert pod.engine.forgotten == 0

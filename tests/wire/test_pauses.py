@@ -302,6 +302,33 @@ async def test_new_weights_are_looked_at_when_chat_lets_poc_pass_and_not_before(
     assert pod.engine.calls[calls] == "poc_describe"
 
 
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("path", ["/sleep", "/pause", "/update_weights", "/collective_rpc", "/weight_checker"])
+async def test_devices_rest_before_vllm_does_what_it_is_told(
+    pod: Pod, path: str, fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An answer leaves the next step on a GPU, and vLLM 0.24 gives memory away without waiting for that."""
+    await pod.start(ARTIFACT | SLOT)
+    await pod.reach(lambda s: s.total_checked > 0)
+    pod.engine.rest_fails = fails
+    commanded = asyncio.create_task(pod.http.post(path, json={"method": "sleep", "action": "check"}))
+    while not pod.received:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert pod.engine.calls[-1] == "poc_rest"
+    assert (await commanded).status_code == 200
+    assert fails is any("may still compute for PoC" in record.message for record in caplog.records)
+
+
+async def test_devices_that_rest_are_not_asked_again(pod: Pod) -> None:
+    await call(pod, ["/pause", "/sleep"])
+    assert "poc_rest" not in pod.engine.calls, "they were given nothing"
+    await call(pod, ["/wake_up", "/resume"])
+    await pod.start(ARTIFACT | SLOT)
+    await pod.reach(lambda s: s.total_checked > 0)
+    await call(pod, ["/pause", "/sleep", "/wake_up", "/pause"])
+    assert pod.engine.calls.count("poc_rest") == 1
+
+
 async def test_what_was_tuned_for_other_weights_is_not_used(pod: Pod) -> None:
     """The slice that waited for the end of the pause is of a size that is found anew."""
     pod.engine.facts["fused"] = True

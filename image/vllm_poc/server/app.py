@@ -135,7 +135,7 @@ class PocMiddleware:
             await self._inner(scope, receive, send)  # which answers that it is not ready, if it is not
         else:
             service = self._service
-            workers = Workers(idle=service.scheduler.idle, sleeps=service.sleeps, forget=service.forget)
+            workers = Workers(idle=service.rest, sleeps=service.sleeps, forget=service.forget)
             await self._pauses.pass_on(self._inner, scope, receive, send, workers, named)
 
     def _set_gauges(self, scope: Scope) -> None:

@@ -22,6 +22,11 @@ from vllm_poc.rpc import (
 _NO_MEMORY = ("MemoryError:", "OutOfMemoryError:")
 #: Tokens of the prefill, and steps, of the network's chains.
 _NETWORKS_CHAIN = (256, 256)
+#: Calls that leave nothing on a device.
+_WITHOUT_WORK = ("poc_rest", "poc_forget")
+#: Share of a call's limit after which a look at the model begins no further batch. The rest is for the one that it has
+#: begun: what a call computes that was given up would hold back chat on a server that says it is healthy.
+_LOOK_SHARE = 0.5
 
 T = TypeVar("T")
 
@@ -75,16 +80,21 @@ class VllmEngine:
         self._client = client
         self._call_seconds = call_seconds
         self._under_way = set[asyncio.Task[list[Any]]]()  # calls that have no answer so far, whoever waits for them
+        self._gave_work = False  # since the devices have rested
 
-    async def facts(self, decode: DecodeSetup | None = None) -> ModelFacts:
+    async def facts(self, decode: DecodeSetup | None = None, before: ModelFacts | None = None) -> ModelFacts:
         """Describe the model, which takes seconds the first time, and prepare the decode scheme if that is set up.
 
         EngineError if the engine does not answer. What only keeps the decode scheme from running is a refusal of it,
-        which ``passes`` if another try may fare better.
+        which ``passes`` if another try may fare better. One that was prepared ``before`` stays, if the pass does.
         """
         facts = await self._model_facts()
         if decode is None or facts["refusal"] is not None:
             return facts
+        if before is not None and "decode" in before and facts["fused"] == before["fused"]:
+            prepared = before["decode"]
+            if prepared["refusal"] is None:
+                return {**facts, "decode": prepared, "findings": [*facts["findings"], *_findings(prepared)]}
         try:
             found = await self.prepare_decode(decode)
         except NoMemoryError as error:
@@ -99,7 +109,7 @@ class VllmEngine:
         return {**facts, "decode": found, "findings": [*facts["findings"], *_findings(found)]}
 
     async def _model_facts(self) -> ModelFacts:
-        ranks: list[ModelFacts] = await self._call("poc_describe")
+        ranks: list[ModelFacts] = await self._call("poc_describe", _LOOK_SHARE * self._call_seconds)
         facts = next((facts for facts in ranks if facts["refusal"] is not None), ranks[0])
         return {
             **facts,
@@ -112,6 +122,15 @@ class VllmEngine:
     async def forget(self) -> None:
         """Let the workers drop what they have made of the model's weights. EngineError if the engine fails."""
         await self._call("poc_forget")
+
+    async def rest(self) -> None:
+        """Let the devices end what they were given: an answer leaves the next step on a GPU. EngineError if one fails.
+
+        Nothing if they were given nothing since.
+        """
+        if self._gave_work:
+            self._gave_work = False
+            await self._call("poc_rest")
 
     async def sleeps(self) -> bool:
         """Whether the engine sleeps, at least in part. EngineError if it does not say."""
@@ -157,6 +176,7 @@ class VllmEngine:
         return self._client.output_processor.has_unfinished_requests()
 
     async def _call(self, method: str, *args: object) -> list[Any]:
+        self._gave_work |= method not in _WITHOUT_WORK
         calling = asyncio.create_task(self._ask(method, args))
         self._under_way.add(calling)
         calling.add_done_callback(self._ended)

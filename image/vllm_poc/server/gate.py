@@ -9,21 +9,26 @@ open
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from math import inf
 from typing import Any, Protocol, TypeVar
 
+from vllm_poc.logs import get_logger
 from vllm_poc.server import metrics
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
-from vllm_poc.server.engine import VllmEngine
+from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine
 from vllm_poc.server.errors import PausedError, ServerEndsError, refusal
 from vllm_poc.server.vllm_routes import PAUSE, Pauses
 from vllm_poc.settings import Priority, Settings
 
+_log = get_logger(__name__)
+
 T = TypeVar("T")
 
+#: Seconds between two tries whether the device has room again.
+ROOM_AGAIN_SECONDS = 30.0
 #: Looks in a row that find chat idle, after which PoC goes on. A client that chats without pause sends its next request
 #: within a few milliseconds, and each time would wait for PoC if a single look were enough. Looks are counted, and not
 #: time, since requests that have come are seen only when the event loop gets to them.
@@ -268,3 +273,55 @@ class RequestShare:
         # The window forgets a part of what a slice took that is longer, as a batch of chains is.
         if used > self._longest:
             self._rests_until = self._clock.now() + used / self._share - used
+
+
+class MemoryShortage:
+    """Whether the device had no room for the last work, which is then tried again now and then: a single nonce.
+
+    So the server says that it is ready as soon as it is, also if nobody gives work to one that is not.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        #: What found no room; None if the last work did.
+        self.error: str | None = None
+        self._clock = clock
+        self._trying: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def noticed(self, attempt: Callable[[], Awaitable[object]]) -> Iterator[None]:
+        """Learn from what is computed in this context; ``attempt`` computes a single nonce of it.
+
+        EngineError as from the engine.
+        """
+        try:
+            yield
+        except NoMemoryError as error:
+            if self.error is None:
+                _log.error("PoC finds no memory, and tries again every %g s: %s", ROOM_AGAIN_SECONDS, error)
+            self.error = str(error)
+            if self._trying is None:
+                self._trying = asyncio.create_task(self._try(attempt))
+            raise
+        self.end()
+
+    def end(self) -> None:
+        """Take it that there is room, and try no more."""
+        if self.error is not None:
+            _log.info("PoC finds memory again")
+        self.error = None
+        if self._trying is not None:
+            self._trying.cancel()
+            self._trying = None
+
+    async def _try(self, attempt: Callable[[], Awaitable[object]]) -> None:
+        while True:
+            await self._clock.sleep(ROOM_AGAIN_SECONDS)
+            try:
+                await attempt()
+            except EngineError:
+                continue
+            except ServerEndsError:
+                return
+            self._trying = None
+            self.end()
+            return

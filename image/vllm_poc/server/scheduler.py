@@ -15,11 +15,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from math import inf
-from time import monotonic
 from typing import NamedTuple, Protocol, TypeVar
 
 from vllm_poc.logs import get_logger
@@ -29,7 +28,7 @@ from vllm_poc.server.autotune import Autotuner, GaveWayError, HalvingSliceSize, 
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine, WeightsChangedError, noticed
 from vllm_poc.server.errors import ServerEndsError
-from vllm_poc.server.gate import Busy, ChatGate, Turn
+from vllm_poc.server.gate import ROOM_AGAIN_SECONDS, Busy, ChatGate, MemoryShortage, Turn
 from vllm_poc.server.vllm_routes import Pauses
 from vllm_poc.settings import Settings
 from vllm_poc.wire.messages import RoundRequest
@@ -49,33 +48,49 @@ class ComputedChain(NamedTuple):
 Value = float | str | ComputedChain
 #: A nonce with its value.
 Item = tuple[int, Value]
-#: Seconds between two tries whether the device has room again.
-_ROOM_AGAIN_SECONDS = 30.0
 #: Seconds after which a decode scheme that could not be prepared is tried again.
 _DECODE_AGAIN_SECONDS = 60.0
-#: After a failure, whoever only wants to know does not make the engine try again for so long.
+#: Seconds after which a model is looked at again that could not be. Whoever only wants to know waits as long.
 _DESCRIBED_AGAIN_SECONDS = 30.0
+#: A faster pass that found no room is tried half as often each time, since it takes seconds of chat, up to this.
+_MOST_SECONDS = 3600.0
 
 T = TypeVar("T")
 
 
 class ModelDescription:
-    """What the workers say of the model, found once; a refusal of the decode scheme that may pass, now and then.
+    """What the workers say of the model: found once for all who ask, and anew for other weights.
 
-    ``describe`` raises EngineError if it fails.
+    What fails, and what may fare better another time, is tried again by the ``clock``. ``turn`` is a context in which
+    the workers may compute. ``describe`` asks them, and is told what they said before, if it is asked again; it raises
+    EngineError if it fails. ``is_faster`` is called when another try has found a faster pass.
     """
 
-    def __init__(self, describe: Callable[[], Awaitable[ModelFacts]], clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        turn: Callable[[], AbstractAsyncContextManager[None]],
+        describe: Callable[[ModelFacts | None], Awaitable[ModelFacts]],
+        is_faster: Callable[[], None],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self.known: ModelFacts | None = None
         #: What the workers said of the last chains, in sentences.
         self.of_chains: list[str] = []
         self.error: str | None = None
+        #: Whether the last error is that the device has no room.
+        self.lacks_memory = False
+        self._turn = turn
         self._describe = describe
+        self._is_faster = is_faster
         self._clock = clock
         self._task: asyncio.Task[ModelFacts] | None = None
+        self._begun: asyncio.Task[ModelFacts] | None = None  # the last one that has got its turn
+        self._looking: asyncio.Task[None] | None = None
         self._trying: asyncio.Task[None] | None = None
         self._told = set[str]()  # what is in the log
-        self._failed = 0.0
+        self._waits = False  # for another try after a failure
+        self._slower_tries = 0
+        self._ended = False
 
     async def facts(self) -> ModelFacts:
         """Return it; all who ask meanwhile wait for the same answer. EngineError if there is none."""
@@ -87,12 +102,19 @@ class ModelDescription:
 
     async def glance(self, seconds: float) -> ModelFacts | None:
         """Return it if it is there within so many seconds."""
-        recent = self.error is not None and monotonic() < self._failed + _DESCRIBED_AGAIN_SECONDS
-        if self.known is None and not recent:
+        fails = self.error is not None and (
+            self._task is None or self._task.done()
+        )  # until the clock lets it try again
+        if self.known is None and not fails:
             with suppress(TimeoutError, EngineError, ServerEndsError):
                 async with asyncio.timeout(seconds):
                     await self.facts()
         return self.known
+
+    def look(self) -> None:
+        """Find it when the workers may compute, also if nobody asks."""
+        if not self._ended and (self._looking is None or self._looking.done()):
+            self._looking = asyncio.create_task(self._look())
 
     def note(self, of_chains: list[str]) -> None:
         """Keep what the workers say of the last chains."""
@@ -106,34 +128,69 @@ class ModelDescription:
         return [*self.known["findings"], *self.of_chains] if self.known is not None else []
 
     def forget(self) -> None:
-        """Find it anew when somebody asks."""
-        self.known = self._task = None
+        """Find it anew when somebody asks, or looks."""
+        self.known = None
+        if self._task is self._begun:  # one that has not will find what is new
+            self._task = None
         self.of_chains = []
+        self._slower_tries = 0
+
+    async def end(self) -> None:
+        """Look no more."""
+        self._ended = True
+        tasks = [task for task in (self._looking, self._trying, self._task) if task is not None and not task.done()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _look(self) -> None:
+        with suppress(EngineError, ServerEndsError):
+            while self.known is None:  # it may have been forgotten meanwhile
+                await self.facts()
 
     async def _find(self) -> ModelFacts:
+        task = asyncio.current_task()
         try:
-            facts = await self._describe()
+            async with self._turn():
+                self._begun = self._task if self._task is task else self._begun
+                facts = await self._describe(None)
         except EngineError as error:
-            if self.error != str(error):  # it is tried again and again
-                _log.error("PoC cannot run: %s", error)
-            self.error, self._failed = str(error), monotonic()
+            self._fail(error)
             raise
-        if self._task is asyncio.current_task():  # otherwise it was forgotten meanwhile
+        if self._task is task:  # otherwise it was forgotten meanwhile
             self._told.clear()
-            self.error = None
+            self.error, self.lacks_memory = None, False
             self._take(facts)
         return facts
+
+    def _fail(self, error: EngineError) -> None:
+        if self.error != str(error):  # it is tried again and again
+            _log.error("PoC cannot run, and tries again every %g s: %s", _DESCRIBED_AGAIN_SECONDS, error)
+        self.error, self.lacks_memory = str(error), isinstance(error, NoMemoryError)
+        if not self._waits:
+            self._waits = True
+            self._clock.call_later(_DESCRIBED_AGAIN_SECONDS, self._look_again)
+
+    def _look_again(self) -> None:
+        self._waits = False
+        self.look()
 
     def _take(self, facts: ModelFacts) -> None:
         self.known = facts
         for finding in facts["findings"]:
-            self._tell(logging.INFO, finding)
+            self._tell(logging.WARNING if finding == facts.get("slower") else logging.INFO, finding)
         if facts["refusal"] is not None:
             self._tell(logging.ERROR, f"PoC does not run on this server: {facts['refusal']}")
+        waits = []
+        if facts.get("passes"):
+            waits.append(min(ROOM_AGAIN_SECONDS * 2**self._slower_tries, _MOST_SECONDS))
+            self._slower_tries += 1
         if "decode" in facts and facts["decode"]["refusal"] is not None:
             self._tell(logging.ERROR, f"this server does not offer the decode scheme: {facts['decode']['refusal']}")
-            if facts["decode"].get("passes"):
-                self._clock.call_later(_DECODE_AGAIN_SECONDS, partial(self._try_again, facts))
+            waits += [_DECODE_AGAIN_SECONDS] if facts["decode"].get("passes") else []
+        if waits:
+            self._clock.call_later(min(waits), partial(self._try_again, facts))
 
     def _tell(self, level: int, message: str) -> None:
         if message not in self._told:  # some is found again and again
@@ -141,67 +198,19 @@ class ModelDescription:
             _log.log(level, "%s", message)
 
     def _try_again(self, before: ModelFacts) -> None:
-        if self.known is before:
+        if self.known is before and not self._ended:
             self._trying = asyncio.create_task(self._find_again(before))
 
     async def _find_again(self, before: ModelFacts) -> None:
         facts = before  # which hold on for another time if the engine fails
-        with suppress(EngineError):
-            facts = await self._describe()
+        with suppress(EngineError, ServerEndsError):
+            async with self._turn():
+                if self.known is before:
+                    facts = await self._describe(before)
         if self.known is before:
             self._take(facts)
-
-
-class MemoryShortage:
-    """Whether the device had no room for the last work, which is then tried again now and then: a single nonce.
-
-    So the server says that it is ready as soon as it is, also if nobody gives work to one that is not.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        #: What found no room; None if the last work did.
-        self.error: str | None = None
-        self._clock = clock
-        self._trying: asyncio.Task[None] | None = None
-
-    @contextmanager
-    def noticed(self, attempt: Callable[[], Awaitable[object]]) -> Iterator[None]:
-        """Learn from what is computed in this context; ``attempt`` computes a single nonce of it.
-
-        EngineError as from the engine.
-        """
-        try:
-            yield
-        except NoMemoryError as error:
-            if self.error is None:
-                _log.error("PoC finds no memory, and tries again every %g s: %s", _ROOM_AGAIN_SECONDS, error)
-            self.error = str(error)
-            if self._trying is None:
-                self._trying = asyncio.create_task(self._try(attempt))
-            raise
-        self.end()
-
-    def end(self) -> None:
-        """Take it that there is room, and try no more."""
-        if self.error is not None:
-            _log.info("PoC finds memory again")
-        self.error = None
-        if self._trying is not None:
-            self._trying.cancel()
-            self._trying = None
-
-    async def _try(self, attempt: Callable[[], Awaitable[object]]) -> None:
-        while True:
-            await self._clock.sleep(_ROOM_AGAIN_SECONDS)
-            try:
-                await attempt()
-            except EngineError:
-                continue
-            except ServerEndsError:
-                return
-            self._trying = None
-            self.end()
-            return
+            if facts["fused"] and not before["fused"]:
+                self._is_faster()
 
 
 def keeps_on() -> bool:
@@ -255,7 +264,7 @@ class Scheduler:
     def __init__(
         self, engine: VllmEngine, settings: Settings, pauses: Pauses | None = None, clock: Clock = SYSTEM_CLOCK
     ) -> None:
-        self.model = ModelDescription(self._described, clock)
+        self.model = ModelDescription(self._turn_to_look, self._described, self._begin_anew, clock)
         #: Counts how often the weights have become others.
         self.weights = 0
         #: Held by whoever computes, from the first slice of a piece of work to the answer to its last.
@@ -269,7 +278,7 @@ class Scheduler:
         self.shortage = MemoryShortage(clock)
 
     async def forget(self) -> None:
-        """Find out anew what was found of other weights.
+        """Find out anew what was found of other weights, once the workers may compute, and not when somebody asks.
 
         EngineError as from the engine; then the workers are told once more before they compute anything.
         """
@@ -277,7 +286,10 @@ class Scheduler:
         self.model.forget()
         self.shortage.end()
         self._autotuner.forget()
-        await self._let_workers_forget()
+        try:
+            await self._let_workers_forget()
+        finally:
+            self.model.look()
 
     async def autotune(
         self, request: RoundRequest, nonces: int | None = None, gives_way: Callable[[], bool] = keeps_on
@@ -383,11 +395,23 @@ class Scheduler:
         metrics.SLICE.labels().observe(self.gate.clock.now() - started)
         return answer
 
-    async def _described(self) -> ModelFacts:
+    async def _described(self, before: ModelFacts | None) -> ModelFacts:
+        return (await self._called(partial(self._engine.facts, self._settings.decode_setup, before)))[0]
+
+    @asynccontextmanager
+    async def _turn_to_look(self) -> AsyncIterator[None]:
         # It computes, and so waits for chat as all work does.
         async with self.turn:
             await self._passed()
-            return (await self._called(partial(self._engine.facts, self._settings.decode_setup)))[0]
+            yield
+
+    def _begin_anew(self) -> None:
+        """Let all work begin anew with the pass that the workers have now, as it does with other weights."""
+        knows_other_weights = self._forgotten != self.weights
+        self.weights += 1
+        if not knows_other_weights:
+            self._forgotten = self.weights
+        self._autotuner.forget()
 
     async def _passed(self, needed: float = inf) -> None:
         """Wait until the workers may compute, and know nothing of other weights."""

@@ -179,6 +179,14 @@ class PocService:
         except EngineError as error:
             _log.error("the workers did not drop what they know of the former weights, and must before PoC: %s", error)
 
+    async def rest(self) -> None:
+        """Wait until no call is under way, and no device has work of one that was answered."""
+        await self.scheduler.idle()
+        try:
+            await self.engine.rest()
+        except EngineError as error:  # the command is vLLM's, and is passed on whatever becomes of PoC
+            _log.error("a GPU may still compute for PoC while vLLM does what it is told: %s", error)
+
     async def sleeps(self) -> bool:
         """Whether the engine sleeps, at least in part, or does not say."""
         try:
@@ -204,6 +212,7 @@ class PocService:
     async def close(self) -> None:
         """End all work at once and release the connections."""
         self.scheduler.shortage.end()
+        await self.scheduler.model.end()
         await self.jobs.cancel("cancelled by the server's end")
         await self.phases.close()
         await self._outbox.close()

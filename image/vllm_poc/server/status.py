@@ -116,8 +116,10 @@ def readiness(scheduler: Scheduler) -> metrics.Readiness:
         return "Ending"
     if scheduler.gate.pauses.reason is not None:
         return "Paused"
+    if facts is None and scheduler.model.error is not None:
+        return "NoMemory" if scheduler.model.lacks_memory else "EngineFailed"
     if facts is None:
-        return "Starting" if scheduler.model.error is None else "EngineFailed"
+        return "Starting"
     if facts["refusal"] is not None:
         return "ModelUnsupported"
     return "Ready" if scheduler.shortage.error is None else "NoMemory"

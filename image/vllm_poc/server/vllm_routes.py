@@ -218,8 +218,8 @@ def _discards_weights(scope: Scope, named: Named) -> bool:
 
 @dataclass(frozen=True)
 class Workers:
-    """What `Pauses` needs of the workers: to wait until they are ``idle``, whether the engine ``sleeps``, and to let
-    them ``forget`` what they know of other weights."""
+    """What `Pauses` needs of the workers: to wait until they are ``idle``, and their devices, whether the engine
+    ``sleeps``, and to let them ``forget`` what they know of other weights."""
 
     idle: Callable[[], Awaitable[None]]
     sleeps: Callable[[], Awaitable[bool]]

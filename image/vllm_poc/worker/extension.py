@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
+
 from vllm_poc.logs import get_logger
 from vllm_poc.rpc import (
     BatchRequest,
@@ -33,9 +35,9 @@ from vllm_poc.worker.model.capabilities import (
     refusal,
     unproven,
 )
-from vllm_poc.worker.model.ranks import OtherRankError, Ranks
-from vllm_poc.worker.model.scratch import UnsupportedModelError
-from vllm_poc.worker.model_runner import PocModelRunner, Stage
+from vllm_poc.worker.model.ranks import OtherRankError, Ranks, lacks_memory
+from vllm_poc.worker.model.scratch import BatchShape, UnsupportedModelError
+from vllm_poc.worker.model_runner import PocModelRunner, Slower, Stage
 from vllm_poc.worker.passes.parity_check import (
     SECONDS,
     Deadline,
@@ -70,17 +72,38 @@ class PocWorkerExtension:
     _poc_decoder: Decoder | None = None
     #: Why PoC must not run here any more, as the parity check found.
     _poc_harm: str | None = None
+    #: What a look at the model may take.
+    _poc_seconds: float = SECONDS
     #: Whether a model is refused whose results have not been compared in full. Tests and benchmarks compare them.
     _poc_refuses_unproven = True
 
-    def poc_describe(self) -> ModelFacts | Failure:
-        """Say what the model allows; the first call allocates the scratch cache."""
+    def poc_describe(self, seconds: float = SECONDS) -> ModelFacts | Failure:
+        """Say what the model allows; the first call allocates the scratch cache, and computes small batches.
+
+        After so many ``seconds`` it begins no further batch. A pass that was chosen since the faster one found no room,
+        or no time, is compared again.
+        """
+        self._poc_seconds = seconds
         return _answer(self._poc_facts)
 
     def poc_forget(self) -> dict[str, bool]:
         """Drop what was made of the model's weights, and what was captured; the next call makes it anew."""
         self._poc_model_runner = self._poc_harm = self._poc_decoder = None
         return {"forgotten": True}  # None is the answer of ranks that have nothing to say
+
+    def poc_rest(self) -> dict[str, bool] | Failure:
+        """Wait until the device has done all that it was given.
+
+        An answer leaves the next step on a GPU, and not every release waits for that before it gives memory away.
+        """
+
+        def rest() -> dict[str, bool]:
+            device = torch.device(self.model_runner.device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return {"rests": True}
+
+        return _answer(rest)
 
     def poc_compute(self, request: BatchRequest) -> BatchResult | Failure | None:
         """Compute the request together with all other ranks."""
@@ -129,7 +152,10 @@ class PocWorkerExtension:
         return Decoder(stage.adapter, stage.limits, setup, stage.pass_, proven=self._poc_refuses_unproven)
 
     def _poc_facts(self) -> ModelFacts:
+        known = self._poc_model_runner
         try:
+            if known is not None and known.slower is not None and known.slower.passes:
+                self._poc_look(known)
             return self._poc().facts
         except UnsupportedModelError as error:
             return {**model_facts(self.model_runner.vllm_config), "refusal": str(error)}
@@ -143,12 +169,16 @@ class PocWorkerExtension:
         if self._poc_model_runner is None:
             if self._poc_harm is not None:
                 raise UnsupportedModelError(self._poc_harm)
-            plain = self._poc_prepared(self._poc_plain)()
-            try:
-                self._poc_model_runner = harmless(plain)
-            except UnsupportedModelError as error:
-                self._poc_harm = str(error)
-                raise
+            return self._poc_look(self._poc_prepared(self._poc_plain)())
+        return self._poc_model_runner
+
+    def _poc_look(self, plain: PocModelRunner) -> PocModelRunner:
+        # What lacks memory is no harm: nothing is remembered of it, and the next look may find some.
+        try:
+            self._poc_model_runner = harmless(plain, Deadline(self._poc_seconds))
+        except UnsupportedModelError as error:
+            self._poc_model_runner, self._poc_harm = None, str(error)
+            raise
         return self._poc_model_runner
 
     def _poc_plain(self) -> Callable[[], PocModelRunner]:
@@ -174,21 +204,22 @@ class PocWorkerExtension:
         return prepared
 
 
-def harmless(plain: PocModelRunner) -> PocModelRunner:
-    """Return the runner that `fastest` chooses. UnsupportedModelError if no pass works, or one changes what chat keeps.
+def harmless(plain: PocModelRunner, deadline: Deadline | None = None) -> PocModelRunner:
+    """Return the runner that `fastest` chooses, by the deadline. What is found out is added to the runner's findings.
 
-    Nothing of chat runs meanwhile, since vLLM's worker does one thing after the other. What is found out is added to
-    the runner's findings.
+    Nothing of chat runs meanwhile, since vLLM's worker does one thing after the other. UnsupportedModelError if no pass
+    works, or one changes what chat keeps; MemoryError if there is no room for any.
     """
-    adapter = plain.stage.adapter
+    adapter, until = plain.stage.adapter, deadline or Deadline()
     chat = adapter.chat_memory
     before = chat.held()
-    if hidden_states(plain.stage) is None:
+    done: list[BatchShape] = []
+    plain.findings.clear()  # of a look before
+    if hidden_states(plain.stage, until, done) is None:
         raise UnsupportedModelError(
-            "PoC's forward pass fails on this server, and the worker's log says how: "
-            "start vLLM with a lower --gpu-memory-utilization, or serve another model."
+            "PoC's forward pass fails on this server, and the worker's log says how: serve another model."
         )
-    runner = fastest(plain)
+    runner = fastest(plain, until)
     changed = chat.changes(before, plain.stage.scratch_storages | runner.stage.scratch_storages)
     if not adapter.ranks.agreed(not changed):
         named = ", ".join(changed[:_NAMED]) or "on another rank"
@@ -197,38 +228,56 @@ def harmless(plain: PocModelRunner) -> PocModelRunner:
             "restart vLLM with another --attention-backend."
         )
     runner.findings.append(
-        f"PoC left chat's KV cache and what attention holds as they were, in batches of {_batches(plain)} tokens."
+        f"PoC left chat's KV cache and what attention holds as they were, in batches of {_in_words(done)} tokens."
     )
+    left_out = _batches(plain)[len(done) :]
+    if left_out:
+        runner.findings.append(f"There was no time for batches of {_in_words(left_out)} tokens.")
     return runner
 
 
-def fastest(plain: PocModelRunner) -> PocModelRunner:
+def fastest(plain: PocModelRunner, deadline: Deadline | None = None) -> PocModelRunner:
     """Return a runner with the fused pass, if that passes the parity check, or ``plain``; the same on all ranks.
 
-    On a GPU, runs small batches with both.
+    On a GPU, runs small batches with both, by the deadline. ``plain`` then says why it is slower.
     """
     adapter = plain.stage.adapter
     if not adapter.ranks.agreed(_may_fuse(adapter)):
         plain.findings.append("PoC computes with vLLM's own operations: it has no others for this device or attention.")
         return plain
-    fused = _with_fused_pass(adapter, plain)
-    if not adapter.ranks.agreed(fused is not None) or fused is None:
-        plain.findings.append(f"{_SLOWER} since it cannot prepare fused ones, and the worker's log says why.")
-        return plain
-    reason = _inequality(fused, plain)
-    if isinstance(reason, _Late):  # with an empty cache its kernels were compiled meanwhile, and now they are there
-        reason = _inequality(fused, plain)
-    if reason is not None:
-        plain.findings.append(f"{_SLOWER} since {reason}.")
-        return plain
+    fused = None
+    try:
+        fused = _with_fused_pass(adapter, plain)
+        reason = _inequality(fused, plain, deadline or Deadline()) if fused is not None else _UNPREPARED
+    except MemoryError:
+        reason = _NoRoom("fused ones find no room in the GPU's memory")
+    if fused is None or reason is not None:
+        return _slowed(plain, reason or _UNPREPARED)
     fused.findings.append(
-        f"PoC computes with fused operations: in batches of {_batches(plain)} tokens they gave what vLLM's own gave."
+        f"PoC computes with fused operations: in batches of {_in_words(_batches(plain))} tokens they gave what vLLM's "
+        "own gave."
     )
     return fused
 
 
-def _batches(plain: PocModelRunner) -> str:
-    shapes = parity_batches(plain.stage.limits, plain.stage.adapter.borders)
+def _slowed(plain: PocModelRunner, reason: str) -> PocModelRunner:
+    """Let ``plain`` say why it is taken. What was late is tried once more: its kernels were compiled meanwhile."""
+    late = isinstance(reason, _Late)
+    first = plain.slower is None or not plain.slower.late
+    passes = isinstance(reason, _NoRoom) or (late and first)
+    finding = f"{_SLOWER} since {reason}{'; it is tried again' if passes else ''}."
+    plain.slower = Slower(finding, passes, late)
+    plain.findings.append(finding)
+    if plain.stage.adapter.device.type == "cuda":
+        torch.cuda.empty_cache()  # of what the fused one held, which chat may need
+    return plain
+
+
+def _batches(plain: PocModelRunner) -> list[BatchShape]:
+    return parity_batches(plain.stage.limits, plain.stage.adapter.borders)
+
+
+def _in_words(shapes: Collection[BatchShape]) -> str:
     return ", ".join(f"{shape.nonces} x {shape.seq_len}" for shape in shapes)
 
 
@@ -248,6 +297,18 @@ def _may_fuse(adapter: ModelAdapter) -> bool:
 
 
 def _with_fused_pass(adapter: ModelAdapter, plain: PocModelRunner) -> PocModelRunner | None:
+    """Return a runner with the fused pass, or None if a rank cannot prepare one. MemoryError if one has no room."""
+    fused, error = _prepared_fused_pass(adapter, plain)
+    if adapter.ranks.agreed(error is None):
+        return fused
+    if adapter.ranks.agreed(error is None or lacks_memory(error)):
+        raise MemoryError
+    return None
+
+
+def _prepared_fused_pass(
+    adapter: ModelAdapter, plain: PocModelRunner
+) -> tuple[PocModelRunner | None, Exception | None]:
     try:
         from vllm_poc.worker.passes.fused import FusedPass  # noqa: PLC0415 - needs Triton
 
@@ -257,10 +318,10 @@ def _with_fused_pass(adapter: ModelAdapter, plain: PocModelRunner) -> PocModelRu
         )
         runner = PocModelRunner(adapter, limits, fused)
         runner.memory.fixed = fused.fixed_bytes
-        return runner
-    except Exception:
+    except Exception as error:
         _log.exception("PoC cannot prepare fused operations")
-        return None
+        return None, error
+    return runner, None
 
 
 class _Late(str):
@@ -269,20 +330,31 @@ class _Late(str):
     __slots__ = ()
 
 
-def _inequality(fused: PocModelRunner, plain: PocModelRunner) -> str | None:
-    """Return why the fused pass is not used, or None; the same on all ranks."""
-    stage, deadline = plain.stage, Deadline()
+class _NoRoom(str):
+    """That the device's memory had no room for it."""
+
+    __slots__ = ()
+
+
+_UNPREPARED = "it cannot prepare fused ones, and the worker's log says why"
+
+
+def _inequality(fused: PocModelRunner, plain: PocModelRunner, deadline: Deadline) -> str | None:
+    """Return why the fused pass is not used, or None; the same on all ranks. MemoryError if there is no room for it."""
+    stage = plain.stage
     tolerances = Tolerances.of(stage.adapter.dtype, quantised=stage.adapter.is_quantised)
-    batches = parity_batches(stage.limits, stage.adapter.borders)
+    batches = _batches(plain)
+    if deadline.passed(stage):
+        return _late(batches[0], deadline)
     # Alone, since larger batches are foreseen from what these take.
     with fused.memory.learning(max(shape.tokens for shape in batches)):
         found = hidden_states(fused.stage, deadline)
     if found is None:
         return "a small batch fails with fused ones, and the worker's log says how"
     for number, shape in enumerate(batches):
-        called = f"a batch of {shape.nonces} x {shape.seq_len} tokens"
         if deadline.passed(stage):
-            return _Late(f"{called} was not compared within {SECONDS} s, also when its kernels had been compiled")
+            return _late(shape, deadline)
+        called = f"a batch of {shape.nonces} x {shape.seq_len} tokens"
         compared = compare(stage, fused.stage, shape, found[number] if number < len(found) else None)
         if compared is None:
             return f"{called} fails with fused ones, and the worker's log says how"
@@ -291,6 +363,10 @@ def _inequality(fused: PocModelRunner, plain: PocModelRunner) -> str | None:
                 _log.warning("with fused operations, %s is %s away; allowed are %s", called, compared, tolerances)
             return f"{called} is further from vLLM's own than rounding makes it"
     return None
+
+
+def _late(shape: BatchShape, deadline: Deadline) -> _Late:
+    return _Late(f"a batch of {shape.nonces} x {shape.seq_len} tokens was not compared within {deadline.seconds:g} s")
 
 
 def _answer(call: Callable[[], T]) -> T | Failure:

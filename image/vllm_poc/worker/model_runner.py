@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,15 @@ from vllm_poc.worker.warm_up import OUT_OF_MEMORY, WarmUp
 _log = get_logger(__name__)
 
 
+class Slower(NamedTuple):
+    """The finding that says why a pass is slower than this device allows, and whether another try may fare better."""
+
+    finding: str
+    passes: bool
+    #: Whether the time was over before the faster one was compared.
+    late: bool
+
+
 class PocModelRunner:
     """Computes PoC batches on the served model by the pass that it is given, or by vLLM's own."""
 
@@ -39,6 +49,8 @@ class PocModelRunner:
         self._queue: BatchQueue | None = None
         #: What was found out about this server before it computed for PoC, in sentences.
         self.findings: list[str] = []
+        #: Why it is slower than this device allows; None if it is not.
+        self.slower: Slower | None = None
 
     @property
     def facts(self) -> ModelFacts:
@@ -46,7 +58,10 @@ class PocModelRunner:
         adapter, fused = self.stage.adapter, not isinstance(self.stage.pass_, PlainPass)
         facts: ModelFacts = {**self.stage.limits, "scratch_bytes": self.stage.scratch_bytes, "fused": fused}
         kernels = {"attention": adapter.attention_kernels, "experts": adapter.expert_kernels}
-        return {**facts, **kernels, "findings": self.findings}  # type: ignore[typeddict-item]
+        facts = {**facts, **kernels, "findings": self.findings}  # type: ignore[typeddict-item]
+        if self.slower is None:
+            return facts
+        return {**facts, "slower": self.slower.finding, "passes": self.slower.passes}
 
     def prepare(self, request: BatchRequest) -> Callable[[], BatchResult | None]:
         """Do what a rank can do alone; what is returned computes the request, together with all other ranks.

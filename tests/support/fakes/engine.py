@@ -131,9 +131,12 @@ class FakeEngineClient:
         self.sick: Counter[int] = Counter()  # nonce: how often it comes out not finite
         self.calls: list[str] = []
         self.forgotten = 0
+        self.rest_fails = False
         self.forget_fault: Exception | None = None
         self.described = 0
         self.seconds_to_describe = 0.0
+        self.seconds_to_look = 0.0  # that the server lets the workers have
+        self.has_room_to_look = True
         self.seconds_to_warm_up = 0.0
         self.in_flight = 0  # calls that have no answer so far, whoever waits for them
         self._turn = asyncio.Lock()
@@ -161,13 +164,11 @@ class FakeEngineClient:
     async def _answer(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         if method == "poc_describe":
             self.described += 1
+            (self.seconds_to_look,) = args
             await self._spend(self.seconds_to_describe)
-            return [self.facts, self.facts]
-        if method == "poc_forget":
-            if self.forget_fault is not None:
-                raise self.forget_fault
-            self.forgotten += 1
-            return [{"forgotten": True}] * 2
+            return [self.facts, self.facts] if self.has_room_to_look else [Failure(error=NO_ROOM)] * 2
+        if method in {"poc_rest", "poc_forget"}:
+            return [self._obeyed(method)] * 2
         if method in {"poc_warm_up", "poc_prepare_decode"}:
             return [await self._prepare(method, args)] * 2
         assert method in {"poc_compute", "poc_decode"}
@@ -177,6 +178,14 @@ class FakeEngineClient:
         if self.worker_error is not None:
             return [Failure(error=self.worker_error), Failure(error="OtherRankError: another rank failed")]
         return [None, self._compute(args[0]) if method == "poc_compute" else self._decode(args[0])]
+
+    def _obeyed(self, method: str) -> dict[str, bool] | Failure:
+        if method == "poc_rest":
+            return Failure(error="RuntimeError: CUDA error") if self.rest_fails else {"rests": True}
+        if self.forget_fault is not None:
+            raise self.forget_fault
+        self.forgotten += 1
+        return {"forgotten": True}
 
     def _lacks_memory(self, method: str, request: BatchRequest | DecodeRequest) -> bool:
         return not self.has_room or (method == "poc_decode" and len(request["nonces"]) > self.most_chains)

@@ -30,6 +30,11 @@ class OtherRankError(Exception):
     """Another rank cannot run the batch; its own answer says why."""
 
 
+def lacks_memory(error: object) -> bool:
+    """Whether it says that the device has no room, which may pass."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
 class Ranks:
     """Where this worker stands, and how a batch passes from stage to stage: as vLLM's own forward pass does."""
 
@@ -88,11 +93,10 @@ class Ranks:
 
         ``error`` is this rank's; OtherRankError where it is another's.
         """
-        lacks_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        worst = self.largest(0 if error is None else _LACKS_MEMORY if lacks_memory else _FAILED)
+        worst = self.largest(0 if error is None else _LACKS_MEMORY if lacks_memory(error) else _FAILED)
         if worst < _FAILED:
             return worst < _LACKS_MEMORY
-        if error is not None and not lacks_memory:
+        if error is not None and not lacks_memory(error):
             raise error
         raise OtherRankError("another rank could not compute the batch")
 

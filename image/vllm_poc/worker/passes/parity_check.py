@@ -6,8 +6,7 @@ makes of the same queries, keys and values. The first finds what is wrong anywhe
 behind the residual stream, such as tokens beyond a window.
 
 Lengths go beyond each sliding window, attention chunk and block of this server's caches, as far as its own limits
-allow. All of it takes at most `SECONDS`, or twice as long where kernels had to be compiled first, and what was not
-compared by then is not used.
+allow. All of it has one deadline, after which no batch is begun, and what was not compared by then is not used.
 """
 
 from __future__ import annotations
@@ -27,13 +26,16 @@ from vllm_poc.rpc import ModelFacts, PassSpec
 from vllm_poc.wire.messages import Protocol as WireProtocol
 from vllm_poc.worker.model.adapter import ModelAdapter, StageInputs, StageOutput
 from vllm_poc.worker.model.layer_subset import comparable, has_streams, only, stands_alone
+from vllm_poc.worker.model.ranks import lacks_memory
 from vllm_poc.worker.model.scratch import BatchShape
 from vllm_poc.worker.results import input_columns
 
 _log = get_logger(__name__)
 
-#: Seconds after which no further batch is begun. One batch is at most as large as chat's largest.
-SECONDS = 60
+#: Seconds after which no further batch is begun, unless the server says otherwise. One batch is at most as large as
+#: chat's largest.
+SECONDS = 60.0
+_NO_ROOM = "the GPU has no room for PoC's small batches: start vLLM with a lower --gpu-memory-utilization"
 #: Lengths of sequences, beside those beyond borders: short and long ones have other kernels.
 _LENGTHS = (64, 128)
 #: Sequences of a batch, fewer if they have more tokens than `_MANY`: at least two besides one that may be at other
@@ -119,19 +121,23 @@ class StageForward(Protocol):
 class Deadline:
     """When no further batch is begun, as all ranks see it."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
         self._clock = clock
-        self._end = clock() + SECONDS
+        self._end = clock() + seconds
 
     def passed(self, stage: StageForward) -> bool:
         """Wait for all ranks, and say whether it has passed for one."""
         return not stage.adapter.ranks.agreed(self._clock() < self._end)
 
 
-def hidden_states(stage: StageForward, deadline: Deadline | None = None) -> list[Tensor] | None:
+def hidden_states(
+    stage: StageForward, deadline: Deadline | None = None, done: list[BatchShape] | None = None
+) -> list[Tensor] | None:
     """Return the hidden states of small batches, on all ranks together; none of them if another stage has them.
 
-    None if a rank failed, and thus all. Those that come after the deadline are left out.
+    None if a rank failed, and thus all; MemoryError on all if one lacks memory, and nothing else is wrong. Those that
+    come after the deadline are left out; ``done`` gets the others.
     """
     found: list[Tensor] = []
     until = deadline or Deadline()
@@ -142,12 +148,15 @@ def hidden_states(stage: StageForward, deadline: Deadline | None = None) -> list
         if not succeeded:
             return None
         found += [hidden.float()] if hidden is not None else []
+        if done is not None:
+            done.append(shape)
     return found
 
 
 def _through_all_stages(stage: StageForward, shape: BatchShape) -> tuple[bool, Tensor | None]:
-    """Compute stage by stage: nobody waits for what a stage that failed would have sent."""
-    ranks, output = stage.adapter.ranks, None
+    """Compute stage by stage: nobody waits for what a stage that failed would have sent. MemoryError on all ranks."""
+    ranks = stage.adapter.ranks
+    output: StageOutput | Exception | None = None
     if not _runs_dry(stage, shape):
         return False, None
     for turn in range(ranks.stages):
@@ -157,25 +166,39 @@ def _through_all_stages(stage: StageForward, shape: BatchShape) -> tuple[bool, T
         mine = ranks.stage == turn
         if mine:
             output = _output(stage, shape, ranks.receive())
+        failed = isinstance(output, Exception)
         # Before anything waits for the device, where another rank may have left this one within a collective.
-        if not ranks.in_step((output is not None) if mine else None):
+        if not ranks.in_step(not failed if mine else None):
+            if ranks.agreed(not failed or lacks_memory(output)):
+                raise MemoryError(_NO_ROOM)
             return False, None
     return True, output if isinstance(output, Tensor) else None
 
 
 def _runs_dry(stage: StageForward, shape: BatchShape) -> bool:
-    """Whether the batch runs on each rank alone: one that fails among others would leave them within a collective."""
+    """Whether the batch runs on each rank alone: one that fails among others would leave them within a collective.
+
+    MemoryError on all ranks if one lacks memory, and nothing else is wrong.
+    """
     ranks = stage.adapter.ranks
-    return ranks.alone or ranks.agreed(_runs_dry_here(stage, shape))
+    if ranks.alone:
+        return True
+    try:
+        fits = ranks.all_fit(_dry_error(stage, shape))
+    except Exception:  # which is in the log of its rank
+        return False
+    if not fits:
+        raise MemoryError(_NO_ROOM)
+    return True
 
 
-def _runs_dry_here(stage: StageForward, shape: BatchShape) -> bool:
+def _dry_error(stage: StageForward, shape: BatchShape) -> Exception | None:
     try:
         spec, seeds = _prepared(stage, shape)
-        return stage.dry_run(spec, seeds) is None
-    except Exception:
+        return stage.dry_run(spec, seeds)
+    except Exception as error:
         _log.exception("a small batch of PoC cannot be prepared here")
-        return False
+        return error
 
 
 def _prepared(stage: StageForward, shape: BatchShape) -> tuple[PassSpec, Tensor]:
@@ -186,16 +209,16 @@ def _prepared(stage: StageForward, shape: BatchShape) -> tuple[PassSpec, Tensor]
     return spec, seeds.view(shape.nonces, -1)
 
 
-def _output(stage: StageForward, shape: BatchShape, received: dict[str, Tensor]) -> StageOutput | None:
+def _output(stage: StageForward, shape: BatchShape, received: dict[str, Tensor]) -> StageOutput | Exception:
     try:
         spec, seeds = _prepared(stage, shape)
         with torch.inference_mode():
             inputs = stage.inputs(spec, seeds)
             with only(stage.adapter, comparable(stage.adapter)):
                 return stage.forward(spec, inputs, received, shape.nonces)
-    except Exception:
+    except Exception as error:
         _log.exception("a small batch of PoC fails here; PoC computes without operations that fail")
-        return None
+        return error
 
 
 class Comparison(NamedTuple):
@@ -218,8 +241,8 @@ class Comparison(NamedTuple):
 def compare(plain: StageForward, fused: StageForward, shape: BatchShape, found: Tensor | None) -> Comparison | None:
     """Compare ``found``, the hidden states of a batch by the fused pass, and what modules make of the same input.
 
-    None if a rank failed. Where layers can be called one by one, they are compared so: behind several, some tokens are
-    at other experts for a last bit.
+    None if a rank failed, and MemoryError as from `hidden_states`. Where layers can be called one by one, they are
+    compared so: behind several, some tokens are at other experts for a last bit.
     """
     one_by_one = stands_alone(plain.adapter)
     modules = _first_layers(plain) if one_by_one else _attention_kinds(plain)

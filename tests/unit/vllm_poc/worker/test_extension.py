@@ -12,6 +12,7 @@ from vllm_poc.start_checks import StartError
 from vllm_poc.worker import extension
 from vllm_poc.worker.extension import PocWorkerExtension
 from vllm_poc.worker.model.ranks import OtherRankError
+from vllm_poc.worker.passes import parity_check
 
 
 class Worker(PocWorkerExtension):
@@ -33,9 +34,9 @@ def test_a_worker_that_forgets_checks_the_pass_anew(monkeypatch: pytest.MonkeyPa
     """As after an update of the weights: what was compared before says nothing of them."""
     checked: list[object] = []
 
-    def checks(plain: object) -> SimpleNamespace:
+    def checks(plain: object, _deadline: object) -> SimpleNamespace:
         checked.append(plain)
-        return SimpleNamespace(facts={"findings": [f"check {len(checked)}"]})
+        return SimpleNamespace(facts={"findings": [f"check {len(checked)}"]}, slower=None)
 
     worker = PocWorkerExtension()
     monkeypatch.setattr(extension, "harmless", checks)
@@ -45,6 +46,49 @@ def test_a_worker_that_forgets_checks_the_pass_anew(monkeypatch: pytest.MonkeyPa
     assert worker.poc_describe()["findings"] == ["check 2"]  # type: ignore[typeddict-item]
     first, second = checked
     assert first is not second
+
+
+def test_a_worker_that_lacks_memory_looks_again_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [MemoryError("no room"), MemoryError("no room"), SimpleNamespace(facts={"refusal": None}, slower=None)]
+
+    def checks(*_: object) -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    worker = PocWorkerExtension()
+    monkeypatch.setattr(extension, "harmless", checks)
+    monkeypatch.setattr(worker, "_poc_prepared", lambda _: object)
+    assert [worker.poc_describe() for _ in range(2)] == [{"error": "MemoryError: no room"}] * 2
+    assert [worker.poc_describe().get("refusal", "failed") for _ in range(2)] == [None] * 2, "looked at once"
+
+
+def test_a_pass_that_may_be_faster_by_now_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SimpleNamespace(facts={"fused": False}, slower=SimpleNamespace(passes=True))
+    answers = [slow, slow, SimpleNamespace(facts={"fused": True}, slower=None)]
+    seconds: list[float] = []
+
+    def checks(_plain: object, deadline: parity_check.Deadline) -> SimpleNamespace:
+        seconds.append(deadline.seconds)
+        return answers.pop(0)
+
+    worker = PocWorkerExtension()
+    monkeypatch.setattr(extension, "harmless", checks)
+    monkeypatch.setattr(worker, "_poc_prepared", lambda _: object)
+    found = [worker.poc_describe(number) for number in (1.0, 2.0, 3.0, 4.0)]
+    assert [facts["fused"] for facts in found] == [False, False, True, True]  # type: ignore[typeddict-item]
+    assert seconds == [1.0, 2.0, 3.0], "as long as the server lets it"
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cuda:0", 1), ("cpu", 0)])
+def test_a_worker_rests_once_its_device_has_done_all(device: str, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[object] = []
+    monkeypatch.setattr("torch.cuda.synchronize", waited.append)
+    worker = PocWorkerExtension()
+    worker.model_runner = SimpleNamespace(device=device)
+    assert worker.poc_rest() == {"rests": True}
+    assert [str(one) for one in waited] == [device] * waits
 
 
 def test_a_failure_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,6 +26,7 @@ ONE_RANK = SimpleNamespace(
     receive=dict,
     in_step=lambda succeeded: succeeded,
     agreed=bool,
+    all_fit=lambda error: error is None,
     has_first_layer=True,
     has_last_layer=True,
 )
@@ -47,7 +48,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         dtype=torch.bfloat16,
         is_quantised=False,
     )
-    plain = SimpleNamespace(stage=SimpleNamespace(adapter=adapter, limits=LIMITS), findings=[])
+    plain = SimpleNamespace(stage=SimpleNamespace(adapter=adapter, limits=LIMITS), findings=[], slower=None)
     fused = SimpleNamespace(stage=object(), memory=Memory(torch.device("cpu")), findings=[])
     ways = SimpleNamespace(
         plain=plain,
@@ -105,22 +106,59 @@ def test_what_fails_before_it_is_compared_is_not_chosen(ways: Any) -> None:  # n
     assert ways.compared == []
 
 
-def test_what_was_not_compared_in_time_is_not_chosen(ways: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN401
-    from vllm_poc.worker.passes import parity_check  # noqa: PLC0415 - needs vLLM
+def test_what_was_not_compared_in_time_is_not_chosen(ways: Any) -> None:  # noqa: ANN401
+    from vllm_poc.worker.passes.parity_check import Deadline  # noqa: PLC0415 - needs vLLM
 
-    monkeypatch.setattr(parity_check, "SECONDS", -1)
-    assert ways.fastest(ways.plain) is ways.plain
-    assert "a batch of 4 x 64 tokens was not compared within" in ways.plain.findings[0]
+    assert ways.fastest(ways.plain, Deadline(-1.0)) is ways.plain
+    assert "a batch of 4 x 64 tokens was not compared within -1 s; it is tried again." in ways.plain.findings[0]
     assert ways.compared == []
 
 
-def test_kernels_may_take_long_to_compile(ways: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN401
-    from vllm_poc.worker.passes import parity_check  # noqa: PLC0415 - needs vLLM
+def test_kernels_may_take_long_to_compile_once(ways: Any) -> None:  # noqa: ANN401
+    from vllm_poc.worker.passes.parity_check import Deadline  # noqa: PLC0415 - needs vLLM
 
-    late = iter([True, False, False])
-    monkeypatch.setattr(parity_check.Deadline, "passed", lambda *_: next(late))
+    assert ways.fastest(ways.plain, Deadline(-1.0)) is ways.plain
+    assert ways.plain.slower.passes
     assert ways.fastest(ways.plain) is ways.fused
-    assert len(ways.compared) == 2
+    assert ways.fastest(ways.plain, Deadline(-1.0)) is ways.plain
+    assert not ways.plain.slower.passes, "it is slow, also without compiling"
+
+
+def test_one_that_finds_no_memory_is_tried_again_as_often_as_it_takes(
+    ways: Any,  # noqa: ANN401
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm_poc.worker import extension  # noqa: PLC0415 - needs vLLM
+
+    def lacks_memory(*_: object) -> None:
+        raise MemoryError("no room")
+
+    for part in ("_with_fused_pass", "hidden_states", "compare"):
+        with monkeypatch.context() as patch:
+            patch.setattr(extension, part, lacks_memory)
+            for _ in range(3):
+                assert ways.fastest(ways.plain) is ways.plain
+                assert ways.plain.slower.passes
+        assert (
+            "slower, since fused ones find no room in the GPU's memory; it is tried again." in ways.plain.findings[-1]
+        )
+        assert ways.fastest(ways.plain) is ways.fused
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("no kernel")])
+def test_fused_operations_that_cannot_be_prepared_are_told_apart(error: Exception) -> None:
+    from unittest.mock import patch  # noqa: PLC0415
+
+    from vllm_poc.worker import extension  # noqa: PLC0415 - needs vLLM
+
+    adapter: Any = SimpleNamespace(ranks=ONE_RANK)
+    plain: Any = SimpleNamespace()
+    with patch.object(extension, "_prepared_fused_pass", lambda *_: (None, error)):
+        if isinstance(error, torch.OutOfMemoryError):
+            with pytest.raises(MemoryError):
+                extension._with_fused_pass(adapter, plain)
+        else:
+            assert extension._with_fused_pass(adapter, plain) is None
 
 
 def test_attention_of_another_form_is_left_to_vllm(ways: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN401
@@ -290,7 +328,7 @@ def test_a_pass_that_is_wrong_only_beyond_the_window_is_found(monkeypatch: pytes
     assert beyond.model[0] <= tolerances.model, "behind the residual it hardly shows"
 
     monkeypatch.setattr(extension, "_may_fuse", lambda _: True)
-    runners = [SimpleNamespace(stage=found, findings=[], memory=Memory(CPU)) for found in (stage, wrong)]
+    runners = [SimpleNamespace(stage=found, findings=[], slower=None, memory=Memory(CPU)) for found in (stage, wrong)]
     plain, fused = runners
     monkeypatch.setattr(extension, "_with_fused_pass", lambda *_: fused)
     assert extension.fastest(plain) is plain  # type: ignore[arg-type, comparison-overlap]
@@ -367,9 +405,57 @@ def test_batches_end_when_their_time_is_over() -> None:
 
     stage, batches = a_stage_that_writes()
     now = iter([0.0, SECONDS + 1.0])
-    found = hidden_states(stage, Deadline(lambda: next(now)))
+    found = hidden_states(stage, Deadline(clock=lambda: next(now)))
     assert found is not None
     assert len(found) == len(batches) == 1
+
+
+@pytest.mark.parametrize("seconds_per_batch", [0.5, 3.0, 7.0, 20.0])
+def test_a_whole_look_has_one_deadline(seconds_per_batch: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it consists of: the call in which it is made has a limit, too."""
+    from vllm_poc.worker import extension  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.memory import Memory  # noqa: PLC0415
+    from vllm_poc.worker.passes.parity_check import Deadline  # noqa: PLC0415
+
+    stage, batches = a_stage_that_writes()
+    plain, fused = (SimpleNamespace(stage=stage, findings=[], slower=None, memory=Memory(CPU)) for _ in range(2))
+    monkeypatch.setattr(extension, "_may_fuse", lambda _: True)
+    monkeypatch.setattr(extension, "_with_fused_pass", lambda *_: fused)
+    deadline = Deadline(10.0, lambda: seconds_per_batch * len(batches))
+    runner = extension.harmless(plain, deadline)  # type: ignore[arg-type]
+    assert seconds_per_batch * (len(batches) - 2) <= 10.0, "no batch is begun, nor one compared by two passes"
+    assert (runner is fused) is (seconds_per_batch == 0.5)  # type: ignore[comparison-overlap]
+
+
+def test_what_there_was_no_time_for_is_said() -> None:
+    from vllm_poc.worker.extension import harmless  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.passes.parity_check import Deadline  # noqa: PLC0415
+
+    stage, batches = a_stage_that_writes()
+    runner: Any = SimpleNamespace(stage=stage, findings=[], slower=None)
+    assert harmless(runner, Deadline(10.0, lambda: 11.0 * len(batches))) is runner
+    assert runner.findings[-2:] == [
+        "PoC left chat's KV cache and what attention holds as they were, in batches of 4 x 33 tokens.",
+        "There was no time for batches of 4 x 64, 4 x 128 tokens.",
+    ]
+
+
+def test_a_lack_of_memory_is_no_harm() -> None:
+    from vllm_poc.worker.extension import harmless  # noqa: PLC0415 - needs vLLM
+
+    stage, _ = a_stage_that_writes()
+    runner: Any = SimpleNamespace(stage=stage, findings=[], slower=None)
+    forward, errors = stage.adapter.forward, [torch.OutOfMemoryError("no room")]
+
+    def short_of_memory(*arguments: Any) -> Tensor:  # noqa: ANN401
+        if errors:
+            raise errors.pop()
+        return forward(*arguments)
+
+    stage.adapter.forward = short_of_memory
+    with pytest.raises(MemoryError, match="the GPU has no room for PoC's small batches: start vLLM with a lower"):
+        harmless(runner)
+    assert harmless(runner) is runner
 
 
 BLOCK, WIDTH, HIDDEN = 16, 2, 8
@@ -414,6 +500,8 @@ def a_stage_that_writes(**limits: int) -> tuple[Any, list[tuple[int, int]]]:
         dtype=torch.float32,
         vocabulary=None,
         reflects=False,
+        is_quantised=False,
+        attention_modules=[],
         ranks=ONE_RANK,
         positions=lambda shape, before=0: shape.positions(CPU, before),
         borders=frozenset({BLOCK}),
@@ -470,7 +558,7 @@ def test_a_pass_that_leaves_chats_memory_alone_is_used() -> None:
     from vllm_poc.worker.extension import harmless  # noqa: PLC0415 - needs vLLM
 
     stage, batches = a_stage_that_writes()
-    runner: Any = SimpleNamespace(stage=stage, findings=[])
+    runner: Any = SimpleNamespace(stage=stage, findings=[], slower=None)
     (layer,) = stage.adapter.attention_layers.values()
     own = layer.kv_cache
     builder = stage.adapter.groups[0].builder
@@ -501,7 +589,7 @@ def test_a_pass_that_writes_into_chats_memory_is_refused(name: str) -> None:
     memory = KEPT[name](layer, stage.adapter.groups[0].builder)
     _then(stage.adapter, lambda: memory.flatten()[-1:].add_(1))
     with pytest.raises(UnsupportedModelError, match=rf"holds here \(layers.0.{re.escape(name)}\): restart vLLM"):
-        harmless(SimpleNamespace(stage=stage, findings=[]))  # type: ignore[arg-type]
+        harmless(SimpleNamespace(stage=stage, findings=[], slower=None))  # type: ignore[arg-type]
 
 
 def test_a_pass_that_writes_into_the_cache_of_a_layer_that_is_none_of_its_own_is_refused() -> None:
@@ -512,7 +600,7 @@ def test_a_pass_that_writes_into_the_cache_of_a_layer_that_is_none_of_its_own_is
     stage, _ = a_stage_that_writes()
     _then(stage.adapter, lambda: stage.drafter.kv_cache.add_(1))
     with pytest.raises(UnsupportedModelError, match=r"\(draft.attn kv_cache\)"):
-        harmless(SimpleNamespace(stage=stage, findings=[]))  # type: ignore[arg-type]
+        harmless(SimpleNamespace(stage=stage, findings=[], slower=None))  # type: ignore[arg-type]
 
 
 def test_words_that_change_places_show() -> None:
@@ -525,7 +613,7 @@ def test_words_that_change_places_show() -> None:
     own = layer.kv_cache
     _then(stage.adapter, lambda: own.view(-1)[:4].copy_(torch.tensor([3.0, 4.0, 1.0, 2.0])))
     with pytest.raises(UnsupportedModelError, match="attn kv_cache"):
-        harmless(SimpleNamespace(stage=stage, findings=[]))  # type: ignore[arg-type]
+        harmless(SimpleNamespace(stage=stage, findings=[], slower=None))  # type: ignore[arg-type]
 
 
 def test_a_builders_tensor_that_moves_is_refused() -> None:
@@ -543,7 +631,7 @@ def test_a_builders_tensor_that_moves_is_refused() -> None:
 
     _then(stage.adapter, move)
     with pytest.raises(UnsupportedModelError, match=r"builder\.decode_lens_buffer"):
-        harmless(SimpleNamespace(stage=stage, findings=[]))  # type: ignore[arg-type]
+        harmless(SimpleNamespace(stage=stage, findings=[], slower=None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "refused"), [("_late", True), ("_own", False)])
@@ -555,7 +643,7 @@ def test_a_view_of_the_scratch_cache_that_attention_keeps_is_refused(name: str, 
     (layer,) = stage.adapter.attention_layers.values()
     made = {"_late": lambda: layer.kv_cache[1:2], "_own": lambda: torch.zeros(3)}
     _then(stage.adapter, lambda: setattr(layer.impl, name, made[name]()))
-    runner: Any = SimpleNamespace(stage=stage, findings=[])
+    runner: Any = SimpleNamespace(stage=stage, findings=[], slower=None)
     if not refused:
         assert harmless(runner) is runner
         return
