@@ -41,6 +41,7 @@ async def test_the_round_stops_and_delivers_when_its_lease_runs_out(
     assert status.delivered_index == status.next_index > 50
     assert status.delivered_valid == len(receiver.nonces) > 0
     assert (status.lease_seconds, status.lease_remaining_seconds) == (None, None)
+    await pod.reach(lambda _: not pod.engine.in_flight)
     computed = len(pod.engine.computed)
     await settle()
     assert len(pod.engine.computed) == computed
