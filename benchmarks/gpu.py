@@ -17,7 +17,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 from benchmarks.gpu_equality import equality
-from benchmarks.gpu_pod import MAX_TOKENS, Pod, call
+from benchmarks.gpu_pod import MAX_TOKENS, Pod, call, described
 from benchmarks.gpu_shapes import ARGUMENTS, AS_SERVED, SHAPES, write_shape
 from vllm import LLM
 
@@ -30,7 +30,7 @@ def main() -> None:
     options = _options()
     model, config = served(options, extension="benchmarks.gpu_worker.MeasuringExtension")
     call(model, "poc_bench_weights")
-    pod = Pod(model, call(model, "poc_describe"), options)
+    pod = Pod(model, described(model), options)
     rows = []
     for seq_len in options.seq_len:
         for row in pod.rows(config, seq_len):

@@ -19,7 +19,7 @@ from tempfile import mkdtemp
 from typing import TypedDict
 
 from benchmarks.gpu import options_of, served
-from benchmarks.gpu_pod import call
+from benchmarks.gpu_pod import call, described
 from benchmarks.gpu_shapes import SHAPES
 from benchmarks.gpu_worker import Profile
 from vllm import LLM
@@ -105,7 +105,7 @@ def _measured(options: argparse.Namespace) -> list[Row]:
     call(model, "poc_bench_weights")
     if options.vllms_tiles:
         call(model, "poc_bench_vllms_tiles")
-    facts = call(model, "poc_describe")
+    facts = described(model)
     if not facts["fused"]:
         raise SystemExit(f"the pass is not fused: {facts['findings']}")
     bandwidth = call(model, "poc_bench_bandwidth")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 
 from benchmarks.gpu import options_of, served
-from benchmarks.gpu_pod import call
+from benchmarks.gpu_pod import call, described
 from tests.support.builders.batches import a_batch
 
 
@@ -22,7 +22,7 @@ def main() -> None:
     options = parser.parse_args()
     model, _ = served(options, extension="benchmarks.gpu_layer_worker.LayerExtension")
     call(model, "poc_bench_weights")
-    facts = call(model, "poc_describe")
+    facts = described(model)
     print(json.dumps(facts), flush=True)
     for seq_len in options.seq_len:
         found = call(model, "poc_bench_layers", a_batch(range(options.nonces), seq_len=seq_len))

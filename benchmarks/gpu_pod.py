@@ -131,6 +131,13 @@ def in_calls(model: LLM, message: BatchRequest) -> Iterator[tuple[float, BatchRe
         complete = found["complete"]
 
 
+def described(model: LLM) -> dict[str, Any]:
+    """Let the workers look at the model, as a server does: again while kernels took all of the time to compile."""
+    while (facts := call(model, "poc_describe")).get("late"):
+        pass
+    return dict(facts)
+
+
 def call(model: LLM, method: str, *args: object) -> Any:  # noqa: ANN401 - each method has its own answer
     """Call the workers; the first answer that is one. SystemExit if it is an error."""
     answers = [answer for answer in model.collective_rpc(method, args=args) if answer is not None]

@@ -245,9 +245,9 @@ class ModelFacts(TypedDict):
     ``experts`` are the names of the kernels that compute these, empty where there are none or they have no name.
     ``dtype``, ``kv_cache_dtype`` and ``quantization`` are vLLM's words for how it computes and stores; the last is
     empty where weights are not quantized. ``flags`` are vLLM's further flags that may change results. ``slower`` is the
-    finding that says why the pass is slower than this device allows, if it is; ``passes`` says that another
-    ``poc_describe`` may find a faster one. ``decode`` is what they say about the decode scheme, if the server is set up
-    for it: the server adds that.
+    finding that says why the pass is slower than this device allows, if it is. ``passes`` says that another
+    ``poc_describe`` may find a faster one, and ``late`` that this one only had too little time. ``decode`` is what they
+    say about the decode scheme, if the server is set up for it: the server adds that.
     """
 
     hidden_size: int
@@ -270,6 +270,7 @@ class ModelFacts(TypedDict):
     refusal: str | None
     slower: NotRequired[str]
     passes: NotRequired[bool]
+    late: NotRequired[bool]
     decode: NotRequired[DecodeFacts]
 
 

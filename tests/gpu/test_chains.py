@@ -71,6 +71,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[LLM]:
     if not ON_GPU:
         pytest.skip("needs a CUDA device")
     from benchmarks.gpu import options_of, served  # noqa: PLC0415 - needs vLLM
+    from benchmarks.gpu_pod import described  # noqa: PLC0415
 
     shape, memory, arguments = SERVED[request.param]
     if request.param.endswith("-tp") and WHY_NOT_PARALLEL is not None:
@@ -80,9 +81,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[LLM]:
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process may have used the GPU
         model, _ = served(options_of(None).parse_args(arguments), extension="benchmarks.gpu_worker.MeasuringExtension")
     asked(model, "poc_bench_weights")
-    if not asked(model, "poc_describe")["fused"]:  # kernels took longer to compile than the parity check may take
-        asked(model, "poc_forget")
-    assert asked(model, "poc_describe")["fused"]
+    assert described(model)["fused"]
     yield model
     model.llm_engine.engine_core.shutdown()
 

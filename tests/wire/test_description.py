@@ -232,6 +232,13 @@ async def test_a_faster_pass_that_found_no_room_is_tried_again_ever_less_often(
     assert await readiness(pod) == "Ready", "it computes meanwhile"
 
 
+async def test_a_look_that_kernels_took_too_long_for_is_repeated_before_anything_else(pod: Pod) -> None:
+    """Later each would hold back chat."""
+    pod.engine.late_looks, pod.engine.facts = 3, {**FACTS, "fused": True}
+    assert (await pod.status()).model.fused
+    assert pod.engine.described == 4
+
+
 @pytest.mark.parametrize("clock", [FakeClock()], ids=["by the clock"])
 async def test_work_goes_on_with_a_faster_pass_once_it_is_found(pod: Pod, clock: FakeClock) -> None:
     pod.engine.facts |= {"findings": [SLOWER], "slower": SLOWER, "passes": True}

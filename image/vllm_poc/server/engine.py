@@ -89,6 +89,8 @@ class VllmEngine:
         which ``passes`` if another try may fare better. One that was prepared ``before`` stays, if the pass does.
         """
         facts = await self._model_facts()
+        while facts.get("late"):  # at once, and not later beside chat, which each look holds back
+            facts = await self._model_facts()
         if decode is None or facts["refusal"] is not None:
             return facts
         if before is not None and "decode" in before and facts["fused"] == before["fused"]:

@@ -261,10 +261,10 @@ def fastest(plain: PocModelRunner, deadline: Deadline | None = None) -> PocModel
 
 
 def _slowed(plain: PocModelRunner, reason: str) -> PocModelRunner:
-    """Let ``plain`` say why it is taken. What was late is tried once more: its kernels were compiled meanwhile."""
-    late = isinstance(reason, _Late)
-    first = plain.slower is None or not plain.slower.late
-    passes = isinstance(reason, _NoRoom) or (late and first)
+    """Let ``plain`` say why it is taken. What was late is tried again: kernels that were compiled stay compiled."""
+    before = plain.slower.late if plain.slower is not None else 0
+    late = before + 1 if isinstance(reason, _Late) else 0
+    passes = isinstance(reason, _NoRoom) or 0 < late < _LOOKS
     finding = f"{_SLOWER} since {reason}{'; it is tried again' if passes else ''}."
     plain.slower = Slower(finding, passes, late)
     plain.findings.append(finding)
@@ -336,6 +336,8 @@ class _NoRoom(str):
     __slots__ = ()
 
 
+#: So many looks in a row may end before the fused pass is compared, as where kernels take minutes to compile.
+_LOOKS = 5
 _UNPREPARED = "it cannot prepare fused ones, and the worker's log says why"
 
 

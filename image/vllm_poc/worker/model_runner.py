@@ -32,8 +32,8 @@ class Slower(NamedTuple):
 
     finding: str
     passes: bool
-    #: Whether the time was over before the faster one was compared.
-    late: bool
+    #: How many looks in a row have ended before the faster one was compared.
+    late: int = 0
 
 
 class PocModelRunner:
@@ -61,7 +61,8 @@ class PocModelRunner:
         facts = {**facts, **kernels, "findings": self.findings}  # type: ignore[typeddict-item]
         if self.slower is None:
             return facts
-        return {**facts, "slower": self.slower.finding, "passes": self.slower.passes}
+        finding, passes, late = self.slower
+        return {**facts, "slower": finding, "passes": passes, "late": passes and late > 0}
 
     def prepare(self, request: BatchRequest) -> Callable[[], BatchResult | None]:
         """Do what a rank can do alone; what is returned computes the request, together with all other ranks.

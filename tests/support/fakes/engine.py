@@ -53,6 +53,8 @@ DECODE_FACTS = DecodeFacts(
     max_batch_nonces=16,
 )
 
+#: What workers find whose kernels took too long to compile.
+LATE = "PoC computes slower, since a batch of 4 x 64 tokens was not compared within 60 s; it is tried again."
 #: What workers answer whose device has no room.
 NO_ROOM = (
     "MemoryError: the GPU has no room for the forward pass of one nonce: "
@@ -137,6 +139,7 @@ class FakeEngineClient:
         self.seconds_to_describe = 0.0
         self.seconds_to_look = 0.0  # that the server lets the workers have
         self.has_room_to_look = True
+        self.late_looks = 0  # so many end before the faster pass is compared
         self.seconds_to_warm_up = 0.0
         self.in_flight = 0  # calls that have no answer so far, whoever waits for them
         self._turn = asyncio.Lock()
@@ -166,7 +169,7 @@ class FakeEngineClient:
             self.described += 1
             (self.seconds_to_look,) = args
             await self._spend(self.seconds_to_describe)
-            return [self.facts, self.facts] if self.has_room_to_look else [Failure(error=NO_ROOM)] * 2
+            return [self._seen()] * 2 if self.has_room_to_look else [Failure(error=NO_ROOM)] * 2
         if method in {"poc_rest", "poc_forget"}:
             return [self._obeyed(method)] * 2
         if method in {"poc_warm_up", "poc_prepare_decode"}:
@@ -178,6 +181,11 @@ class FakeEngineClient:
         if self.worker_error is not None:
             return [Failure(error=self.worker_error), Failure(error="OtherRankError: another rank failed")]
         return [None, self._compute(args[0]) if method == "poc_compute" else self._decode(args[0])]
+
+    def _seen(self) -> ModelFacts:
+        if self.described > self.late_looks:
+            return self.facts
+        return {**self.facts, "fused": False, "slower": LATE, "passes": True, "late": True}
 
     def _obeyed(self, method: str) -> dict[str, bool] | Failure:
         if method == "poc_rest":

@@ -114,14 +114,15 @@ def test_what_was_not_compared_in_time_is_not_chosen(ways: Any) -> None:  # noqa
     assert ways.compared == []
 
 
-def test_kernels_may_take_long_to_compile_once(ways: Any) -> None:  # noqa: ANN401
+def test_kernels_may_take_several_looks_to_compile(ways: Any) -> None:  # noqa: ANN401
     from vllm_poc.worker.passes.parity_check import Deadline  # noqa: PLC0415 - needs vLLM
 
-    assert ways.fastest(ways.plain, Deadline(-1.0)) is ways.plain
-    assert ways.plain.slower.passes
+    tried_again = []
+    for _ in range(5):
+        assert ways.fastest(ways.plain, Deadline(-1.0)) is ways.plain
+        tried_again.append(ways.plain.slower.passes)
+    assert tried_again == [True] * 4 + [False], "it is slow, also without compiling"
     assert ways.fastest(ways.plain) is ways.fused
-    assert ways.fastest(ways.plain, Deadline(-1.0)) is ways.plain
-    assert not ways.plain.slower.passes, "it is slow, also without compiling"
 
 
 def test_one_that_finds_no_memory_is_tried_again_as_often_as_it_takes(
