@@ -38,7 +38,7 @@ def _sensible(values: Tensor, *_: object, **__: object) -> None:
         _vllms_own(values)
         return
     with torch.inference_mode():
-        if values.ndim == 1:
+        if values.ndim < 2:
             values.fill_(1.0)
         else:
             values.normal_(0.0, values.shape[-1] ** -0.5, generator=_generator(values.device))

@@ -50,12 +50,13 @@ _COMPARED_DIMENSIONS = {"qwen2_5_vl"}
 #: 16 bits: with other kernels of linear attention a pass has read memory that is not its own.
 _GLM_5_3 = {"glm5_next", "glm5_next_text"}
 _16_BITS = {"auto", "bfloat16"}
-#: Attention whose only memory of earlier tokens is its layer's ``kv_cache``, by the class of the layer's ``impl``.
+#: Attention whose only memory of earlier tokens is its layer's ``kv_cache``, by the class of the layer's ``impl``. Flex
+#: attention is no part of it: its masks are made for as many blocks as chat's cache has.
 _GENERAL = {"CPUAttentionBackendImpl", "FlashAttentionImpl", "FlashInferImpl", "TritonAttentionImpl"}
 _LATENT = {"CPUMLAImpl", "CutlassMLAImpl", "FlashInferMLAImpl", "FlashMLAImpl", "TritonMLAImpl"}
 _SPARSE = {"FlashInferMLASparseImpl", "FlashInferMLASparseSM90Impl", "FlashMLASparseImpl"}
 _SPARSE_16_BITS = {"FlashAttnMLASparseImpl"}
-_16_BITS_ONLY = {"AMXMLAImpl", "FlashAttnMLAImpl", "FlexAttentionImpl"} | _SPARSE_16_BITS
+_16_BITS_ONLY = {"AMXMLAImpl", "FlashAttnMLAImpl"} | _SPARSE_16_BITS
 #: Types of models with which the sparse ones have been compared.
 _COMPARED_SPARSE = {"deepseek_v4"} | _GLM_5_3
 #: Layers with such an ``impl``: others do more than it, such as sinks in chat's cache or queries that see what follows.

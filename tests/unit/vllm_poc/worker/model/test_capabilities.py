@@ -68,7 +68,9 @@ def test_over_every_other_cache_what_is_not_listed_is_refused(dtype: str) -> Non
         assert f"{attention} over a KV cache of type {dtype}: choose another" in reason
 
 
-@pytest.mark.parametrize(("dtype", "attention"), [("auto", "NewImpl"), ("fp8", "FlexAttentionImpl")])
+@pytest.mark.parametrize(
+    ("dtype", "attention"), [("auto", "NewImpl"), ("auto", "FlexAttentionImpl"), ("fp8", "FlashAttnMLAImpl")]
+)
 def test_attention_that_is_not_on_the_list_is_refused(dtype: str, attention: str) -> None:
     assert attention_refusal(dtype, attention) == (
         f"PoC is not proven with {attention} over a KV cache of type {dtype}: "
