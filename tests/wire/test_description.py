@@ -239,6 +239,26 @@ async def test_a_look_that_kernels_took_too_long_for_is_repeated_before_anything
     assert pod.engine.described == 4
 
 
+async def test_chat_gets_in_between_repeated_looks(pod: Pod) -> None:
+    pod.engine.late_looks, pod.engine.seconds_to_describe = 2, 0.5
+    looking = asyncio.create_task(pod.status())
+    while not pod.engine.in_flight:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0)
+    pod.engine.output_processor.busy = True
+    await asyncio.sleep(1.0)
+    assert (pod.engine.described, pod.engine.in_flight) == (1, 0)
+    pod.engine.output_processor.busy = False
+    await looking
+    await pod.reach(lambda s: s.model.max_seq_len == 1024)
+    assert pod.engine.described == 3
+
+
+async def test_a_repeated_look_that_finds_no_memory_keeps_the_pass_that_works(pod: Pod) -> None:
+    pod.engine.late_looks, pod.engine.looks_with_room = 2, 1
+    model = (await pod.status()).model
+    assert (model.max_seq_len, model.fused, model.error) == (1024, False, None)
+
+
 @pytest.mark.parametrize("clock", [FakeClock()], ids=["by the clock"])
 async def test_work_goes_on_with_a_faster_pass_once_it_is_found(pod: Pod, clock: FakeClock) -> None:
     pod.engine.facts |= {"findings": [SLOWER], "slower": SLOWER, "passes": True}

@@ -82,15 +82,20 @@ class VllmEngine:
         self._under_way = set[asyncio.Task[list[Any]]]()  # calls that have no answer so far, whoever waits for them
         self._gave_work = False  # since the devices have rested
 
-    async def facts(self, decode: DecodeSetup | None = None, before: ModelFacts | None = None) -> ModelFacts:
-        """Describe the model, which takes seconds the first time, and prepare the decode scheme if that is set up.
+    async def facts(self, decode: DecodeSetup | None = None) -> ModelFacts:
+        """Describe the model for one who does nothing else meanwhile. EngineError if the engine does not answer."""
+        while (facts := await self.look()).get("late"):
+            pass
+        return await self.with_decode(facts, decode)
 
-        EngineError if the engine does not answer. What only keeps the decode scheme from running is a refusal of it,
-        which ``passes`` if another try may fare better. One that was prepared ``before`` stays, if the pass does.
+    async def with_decode(
+        self, facts: ModelFacts, decode: DecodeSetup | None, before: ModelFacts | None = None
+    ) -> ModelFacts:
+        """Prepare the decode scheme, if it is set up, and say so beside what a look has found.
+
+        What keeps it from running is a refusal of it, which ``passes`` if another try may fare better. One that was
+        prepared ``before`` stays, if the pass does.
         """
-        facts = await self._model_facts()
-        while facts.get("late"):  # at once, and not later beside chat, which each look holds back
-            facts = await self._model_facts()
         if decode is None or facts["refusal"] is not None:
             return facts
         if before is not None and "decode" in before and facts["fused"] == before["fused"]:
@@ -110,7 +115,8 @@ class VllmEngine:
             found = {**found, "refusal": f"{why}: set more bytes aside."}
         return {**facts, "decode": found, "findings": [*facts["findings"], *_findings(found)]}
 
-    async def _model_facts(self) -> ModelFacts:
+    async def look(self) -> ModelFacts:
+        """Describe the model, which takes seconds the first time. EngineError if the engine does not answer."""
         ranks: list[ModelFacts] = await self._call("poc_describe", _LOOK_SHARE * self._call_seconds)
         facts = next((facts for facts in ranks if facts["refusal"] is not None), ranks[0])
         return {
@@ -132,7 +138,11 @@ class VllmEngine:
         """
         if self._gave_work:
             self._gave_work = False
-            await self._call("poc_rest")
+            try:
+                await self._call("poc_rest")
+            except EngineError:
+                self._gave_work = True  # nobody knows what is left
+                raise
 
     async def sleeps(self) -> bool:
         """Whether the engine sleeps, at least in part. EngineError if it does not say."""

@@ -76,7 +76,7 @@ class Phases:
     @property
     def pending(self) -> int:
         """How many results wait for delivery: of a round that generates, and of those that have failed."""
-        return sum(one.pending for one in (self.generation, self._former) if one is not None)
+        return sum(one.pending for one in {self.generation, self._former} if one is not None)
 
     @property
     def lease(self) -> Lease | None:

@@ -188,7 +188,8 @@ class ModelDescription:
             self._slower_tries += 1
         if "decode" in facts and facts["decode"]["refusal"] is not None:
             self._tell(logging.ERROR, f"this server does not offer the decode scheme: {facts['decode']['refusal']}")
-            waits += [_DECODE_AGAIN_SECONDS] if facts["decode"].get("passes") else []
+            # With a look it goes as seldom as that: both wait for the same memory.
+            waits += [_DECODE_AGAIN_SECONDS] if facts["decode"].get("passes") and not waits else []
         if waits:
             self._clock.call_later(min(waits), partial(self._try_again, facts))
 
@@ -396,7 +397,13 @@ class Scheduler:
         return answer
 
     async def _described(self, before: ModelFacts | None) -> ModelFacts:
-        return (await self._called(partial(self._engine.facts, self._settings.decode_setup, before)))[0]
+        facts = (await self._called(self._engine.look))[0]
+        with suppress(NoMemoryError):  # the pass that has worked works on
+            while facts.get("late"):  # chat and pauses get in between
+                await self._passed()
+                facts = (await self._called(self._engine.look))[0]
+        ready = partial(self._engine.with_decode, facts, self._settings.decode_setup, before)
+        return (await self._called(ready))[0]
 
     @asynccontextmanager
     async def _turn_to_look(self) -> AsyncIterator[None]:

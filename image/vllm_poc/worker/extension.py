@@ -252,6 +252,7 @@ def fastest(plain: PocModelRunner, deadline: Deadline | None = None) -> PocModel
     except MemoryError:
         reason = _NoRoom("fused ones find no room in the GPU's memory")
     if fused is None or reason is not None:
+        fused = None  # its memory is free before the cache of it is
         return _slowed(plain, reason or _UNPREPARED)
     fused.findings.append(
         f"PoC computes with fused operations: in batches of {_in_words(_batches(plain))} tokens they gave what vLLM's "

@@ -4,6 +4,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from vllm_poc.rpc import (
@@ -139,6 +140,7 @@ class FakeEngineClient:
         self.seconds_to_describe = 0.0
         self.seconds_to_look = 0.0  # that the server lets the workers have
         self.has_room_to_look = True
+        self.looks_with_room = inf  # later ones find none
         self.late_looks = 0  # so many end before the faster pass is compared
         self.seconds_to_warm_up = 0.0
         self.in_flight = 0  # calls that have no answer so far, whoever waits for them
@@ -169,7 +171,7 @@ class FakeEngineClient:
             self.described += 1
             (self.seconds_to_look,) = args
             await self._spend(self.seconds_to_describe)
-            return [self._seen()] * 2 if self.has_room_to_look else [Failure(error=NO_ROOM)] * 2
+            return [self._seen()] * 2 if self._finds_room else [Failure(error=NO_ROOM)] * 2
         if method in {"poc_rest", "poc_forget"}:
             return [self._obeyed(method)] * 2
         if method in {"poc_warm_up", "poc_prepare_decode"}:
@@ -181,6 +183,10 @@ class FakeEngineClient:
         if self.worker_error is not None:
             return [Failure(error=self.worker_error), Failure(error="OtherRankError: another rank failed")]
         return [None, self._compute(args[0]) if method == "poc_compute" else self._decode(args[0])]
+
+    @property
+    def _finds_room(self) -> bool:
+        return self.has_room_to_look and self.described <= self.looks_with_room
 
     def _seen(self) -> ModelFacts:
         if self.described > self.late_looks:

@@ -30,9 +30,15 @@ class OtherRankError(Exception):
     """Another rank cannot run the batch; its own answer says why."""
 
 
+#: What CUDA, Triton and cuBLAS say when they find no room beside torch's.
+_NO_ROOM = ("out of memory", "ALLOC_FAILED")
+
+
 def lacks_memory(error: object) -> bool:
-    """Whether it says that the device has no room, which may pass."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError)
+    """Whether it says that the device has no room, which may pass. Not all of CUDA says so by its type."""
+    if isinstance(error, RuntimeError):
+        return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in _NO_ROOM)
+    return isinstance(error, MemoryError)
 
 
 class Ranks:

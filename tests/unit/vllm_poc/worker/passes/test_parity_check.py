@@ -660,3 +660,21 @@ def _then(adapter: Any, do: Any) -> None:  # noqa: ANN401
         return forward(*arguments)
 
     adapter.forward = both
+
+
+@pytest.mark.parametrize(
+    ("error", "lacks"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError("no room"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+        (None, False),
+    ],
+)
+def test_a_lack_of_memory_is_told_apart_from_what_is_wrong(error: Exception | None, lacks: bool) -> None:
+    from vllm_poc.worker.model.ranks import lacks_memory  # noqa: PLC0415 - needs vLLM
+
+    assert lacks_memory(error) is lacks
