@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who computed which nonces of a slot, and when: the sessions' records, put in order."""
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +23,17 @@ class Run:
     end: int
     began: float
     ended: float
+
+
+async def ended(round_: PoCRound, sessions: Iterable[PodServer], seconds: float = 30.0) -> None:
+    """Wait for what sessions have begun for a round: a slice under way at its stop is computed to its end."""
+    async with asyncio.timeout(seconds):
+        while any(_goes_on(one, session, round_) for session in sessions for one in session.work):  # noqa: ASYNC110 - nobody sets an event
+            await asyncio.sleep(0.05)
+
+
+def _goes_on(work: Work, session: PodServer, round_: PoCRound) -> bool:
+    return work.block_hash == round_.spec.block_hash and work.ended is None and session.died is None
 
 
 def slots_of(round_: PoCRound) -> Slots:

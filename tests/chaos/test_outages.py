@@ -11,7 +11,7 @@ import pytest
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.status import SlotState, State
 from tests.chaos.audit import audit
-from tests.chaos.history import runs_of
+from tests.chaos.history import ended, runs_of
 from tests.simulation.manifests import round_manifest
 from tests.simulation.world import World, world
 
@@ -46,6 +46,7 @@ async def create(fleet: World) -> None:
 async def assert_each_slot_was_computed_in_one_go(fleet: World) -> None:
     await fleet.rounds.suspend(NAME, True)
     round_ = await fleet.rounds.wait_until(NAME, lambda r: r.status.state is State.SUSPENDED, 60)
+    await ended(round_, fleet.kubelet.sessions)
     assert [len(runs) for runs in runs_of(round_, fleet.kubelet.sessions).values()] == [1] * PODS
     assert audit(fleet, round_).repeated == 0
     assert round_.status.totals.retries == 0
@@ -92,6 +93,7 @@ async def test_what_a_lost_node_was_working_on_moves_to_other_pods() -> None:
         assert [slot.disruptions for slot in after.status.assignments] == [int(was_lost) for was_lost in lost]
         await fleet.rounds.suspend(NAME, True)
         round_ = await fleet.rounds.wait_until(NAME, lambda r: r.status.state is State.SUSPENDED, 60)
+        await ended(round_, fleet.kubelet.sessions)
         assert [len(runs) for runs in runs_of(round_, fleet.kubelet.sessions).values()] == [
             1 + was_lost for was_lost in lost
         ]

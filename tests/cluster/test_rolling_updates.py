@@ -25,6 +25,7 @@ from kubernetes.aio import client, config
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.status import SlotState, State
 from tests.chaos.audit import audit
+from tests.chaos.history import ended
 from tests.cluster.test_fleet_controllers import cluster, events, operator, status_of, until
 from tests.simulation.fleet_pods import FLEETS, becoming_ready, judging, pods_of
 from tests.simulation.kubelet import Kubelet
@@ -145,6 +146,7 @@ async def run_rounds(made: Simulation, moment: float) -> None:
 async def finished(made: Simulation, name: str) -> None:
     round_ = await made.rounds.wait_until(name, lambda one: one.status.state.finished, 90)
     assert round_.status.state is State.COMPLETE, round_.status.message
+    await ended(round_, made.kubelet.sessions)
     made.audit(round_)
     made.finished.append(round_)
 
