@@ -51,9 +51,13 @@ def lacks(folder: str) -> bool:
 
 
 def skip_without_drafts() -> None:
-    """Skip the test where vLLM's own drafts fail: 0.23 for CPU lacks an argument that its sampler gives."""
+    """Skip the test where vLLM's own drafts fail.
+
+    0.23 for CPU lacks an argument that its sampler gives, and 0.30 does not know the parameters of its kernels there.
+    """
     stand_ins = _source("utils/cpu_triton_utils.py")
-    if not ON_GPU and stand_ins and "USE_FP64_GUMBEL" not in stand_ins:
+    lacks_an_argument = bool(stand_ins) and "USE_FP64_GUMBEL" not in stand_ins
+    if not ON_GPU and (lacks_an_argument or (older_than(0, 31) and not older_than(0, 30))):
         pytest.skip("this release of vLLM cannot draft on a CPU")
 
 
