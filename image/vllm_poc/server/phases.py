@@ -76,7 +76,12 @@ class Phases:
     @property
     def pending(self) -> int:
         """How many results wait for delivery: of a round that generates, and of those that have failed."""
-        return sum(one.pending for one in {self.generation, self._former} if one is not None)
+        return sum(one.pending for one in self._delivering)
+
+    @property
+    def _delivering(self) -> set[Generation]:
+        """The rounds that may have results to deliver; one that is being left may be both."""
+        return {one for one in (self.generation, self._former) if one is not None}
 
     @property
     def lease(self) -> Lease | None:
@@ -181,14 +186,13 @@ class Phases:
 
     async def drain(self) -> None:
         """Compute no further, and deliver what there is, until cancelled; the scheduler's gate is closed."""
-        await asyncio.gather(*(one.drain() for one in (self.generation, self._former) if one is not None))
+        await asyncio.gather(*(one.drain() for one in self._delivering))
 
     async def close(self) -> None:
         """End the round at once."""
         self._take_lease(None)
-        for one in (self.generation, self._former):
-            if one is not None:
-                await one.close()
+        for one in self._delivering:
+            await one.close()
 
     def distance_config(self) -> SlotRequest:
         """Return the round; refused with 400 if there is none, with 409 if it has no phases to switch."""

@@ -182,16 +182,16 @@ class ModelDescription:
             self._tell(logging.WARNING if finding == facts.get("slower") else logging.INFO, finding)
         if facts["refusal"] is not None:
             self._tell(logging.ERROR, f"PoC does not run on this server: {facts['refusal']}")
-        waits = []
+        again = None
         if facts.get("passes"):
-            waits.append(min(ROOM_AGAIN_SECONDS * 2**self._slower_tries, _MOST_SECONDS))
+            again = min(ROOM_AGAIN_SECONDS * 2**self._slower_tries, _MOST_SECONDS)
             self._slower_tries += 1
         if "decode" in facts and facts["decode"]["refusal"] is not None:
             self._tell(logging.ERROR, f"this server does not offer the decode scheme: {facts['decode']['refusal']}")
-            # With a look it goes as seldom as that: both wait for the same memory.
-            waits += [_DECODE_AGAIN_SECONDS] if facts["decode"].get("passes") and not waits else []
-        if waits:
-            self._clock.call_later(min(waits), partial(self._try_again, facts))
+            if facts["decode"].get("passes") and again is None:  # or as seldom as a look: both wait for the same memory
+                again = _DECODE_AGAIN_SECONDS
+        if again is not None:
+            self._clock.call_later(again, partial(self._try_again, facts))
 
     def _tell(self, level: int, message: str) -> None:
         if message not in self._told:  # some is found again and again
