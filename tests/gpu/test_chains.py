@@ -28,8 +28,9 @@ TWO = ["--tensor-parallel", "2"]
 #: vLLM then does not ask what other processes leave of the GPU, so that several families can be tested at a time.
 KV_CACHE = ["--kv-cache-memory-bytes", str(6 * 2**30)]
 SETUP = DecodeSetup(codebook=None, rebuild=True, reserve_bytes=3 * 2**30)
-#: What rounding to 16 bits, or in an FP8 cache, changes of a margin: on average, and at most half of the network's tau.
-MEAN_MARGIN, MARGIN = 0.025 / 8, 0.025 / 2
+#: What rounding to 16 bits, or in an FP8 cache, changes of a margin: on average, and of all but one in a hundred at
+#: most half of the network's tau. Where a token is at other experts for a last bit, a margin is further away.
+MEAN_MARGIN, MARGIN, OF_ALL = 0.025 / 8, 0.025 / 2, 0.99
 #: How many indices may differ from those of another pass: points are near each other in few places.
 OTHERS = 0.05
 #: How many times as much it may be with GLM-5.3. Its states take sums over 64 tokens in 16 bits in that pass, and those
@@ -81,7 +82,8 @@ def model(request: pytest.FixtureRequest) -> Iterator[LLM]:
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process may have used the GPU
         model, _ = served(options_of(None).parse_args(arguments), extension="benchmarks.gpu_worker.MeasuringExtension")
     asked(model, "poc_bench_weights")
-    assert described(model)["fused"]
+    found = described(model)
+    assert found["fused"], str(found)
     yield model
     model.llm_engine.engine_core.shutdown()
 
@@ -142,7 +144,8 @@ def test_chains_are_those_of_one_pass_over_all_tokens(model: LLM) -> None:
     _log.info("margins: mean %.5f apart in the first half of the steps, %.5f in the second", early, late)
     times = _TIMES.get(model.llm_engine.vllm_config.model_config.hf_config.model_type, 1)
     assert apart.mean() <= times * MEAN_MARGIN
-    assert apart.max() <= times * MARGIN
+    assert apart.flatten().quantile(OF_ALL) <= times * MARGIN
+    assert apart.max() <= 2 * times * MARGIN
     assert other <= times * OTHERS
     assert late <= 2 * early, "what a step leaves behind goes wrong"
 

@@ -41,13 +41,17 @@ from vllm_poc.worker.model_runner import PocModelRunner, Slower, Stage
 from vllm_poc.worker.passes.parity_check import (
     SECONDS,
     Deadline,
+    StageForward,
     Tolerances,
+    attempts,
     compare,
     hidden_states,
     parity_batches,
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from vllm_poc.worker.model.adapter import VllmModelRunner
 
 check_start()
@@ -345,7 +349,6 @@ _UNPREPARED = "it cannot prepare fused ones, and the worker's log says why"
 def _inequality(fused: PocModelRunner, plain: PocModelRunner, deadline: Deadline) -> str | None:
     """Return why the fused pass is not used, or None; the same on all ranks. MemoryError if there is no room for it."""
     stage = plain.stage
-    tolerances = Tolerances.of(stage.adapter.dtype, quantised=stage.adapter.is_quantised)
     batches = _batches(plain)
     if deadline.passed(stage):
         return _late(batches[0], deadline)
@@ -355,17 +358,29 @@ def _inequality(fused: PocModelRunner, plain: PocModelRunner, deadline: Deadline
     if found is None:
         return "a small batch fails with fused ones, and the worker's log says how"
     for number, shape in enumerate(batches):
-        if deadline.passed(stage):
+        own = found[number] if number < len(found) else None
+        if differs := _difference(fused.stage, stage, shape, own, deadline):
+            return differs
+    return None
+
+
+def _difference(
+    fused: StageForward, plain: StageForward, shape: BatchShape, found: Tensor | None, deadline: Deadline
+) -> str | None:
+    """Return why batches of this shape are not equal, or None; the same on all ranks."""
+    tolerances = Tolerances.of(plain.adapter.dtype, quantised=plain.adapter.is_quantised)
+    called = f"a batch of {shape.nonces} x {shape.seq_len} tokens"
+    for attempt in range(attempts(plain.adapter)):
+        if deadline.passed(plain):
             return _late(shape, deadline)
-        called = f"a batch of {shape.nonces} x {shape.seq_len} tokens"
-        compared = compare(stage, fused.stage, shape, found[number] if number < len(found) else None)
+        compared = compare(plain, fused, shape, found, attempt)
         if compared is None:
             return f"{called} fails with fused ones, and the worker's log says how"
-        if not stage.adapter.ranks.agreed(compared.is_equal(tolerances)):
-            if not compared.is_equal(tolerances):
-                _log.warning("with fused operations, %s is %s away; allowed are %s", called, compared, tolerances)
-            return f"{called} is further from vLLM's own than rounding makes it"
-    return None
+        if plain.adapter.ranks.agreed(compared.is_equal(tolerances)):
+            return None
+        if not compared.is_equal(tolerances):
+            _log.warning("with fused operations, %s is %s away; allowed are %s", called, compared, tolerances)
+    return f"{called} is further from vLLM's own than rounding makes it"
 
 
 def _late(shape: BatchShape, deadline: Deadline) -> _Late:

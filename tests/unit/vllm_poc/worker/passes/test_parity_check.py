@@ -44,6 +44,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         device=torch.device("cuda"),
         ranks=SimpleNamespace(agreed=bool),
         attention_layers={},
+        own_layers=[],
         borders=(),
         dtype=torch.bfloat16,
         is_quantised=False,
@@ -61,7 +62,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         compared=[],
     )
 
-    def compare(_plain: object, _fused: object, shape: tuple[int, int], _found: object) -> Comparison | None:
+    def compare(_plain: object, _fused: object, shape: tuple[int, int], *_: object) -> Comparison | None:
         ways.compared.append(shape)
         return None if ways.fails else Comparison([ways.model], [], [ways.attention])
 
@@ -369,6 +370,65 @@ def test_one_sequence_may_be_at_other_experts(away: list[float], equal: bool) ->
     expected = torch.ones(len(away), 4, 16)
     distances = differences_but_one([expected + torch.tensor(away)[:, None, None]], [expected])
     assert Comparison(distances, [], []).is_equal(Tolerances.of(torch.bfloat16, quantised=True)) is equal
+
+
+class WithStreams(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """A layer that mixes streams, and reads more than its arguments."""
+
+    hc_attn_fn = torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "apart", "equal", "tries"),
+    [
+        ([WithStreams()], [[0.01, 0.4, 0.01, 0.01]], True, 1),
+        ([WithStreams()], [[0.01, 0.4, 0.4, 0.01], [0.01] * 4], True, 2),
+        ([WithStreams()], [[0.4, 0.4, 0.4, 0.01], [0.4, 0.4, 0.01, 0.01], [0.4] * 4, [0.01] * 4], True, 4),
+        ([WithStreams()], [[0.01, 0.4, 0.4, 0.01]] * 4, False, 4),
+        ([WithStreams()], [[0.5] * 4] * 4, False, 4),
+        ([torch.nn.Module()], [[0.5] * 4, [0.01] * 4], False, 1),
+    ],
+)
+def test_batches_with_other_nonces_tell_other_experts_from_what_is_wrong(
+    layers: list[Any], apart: list[list[float]], equal: bool, tries: int
+) -> None:
+    """Two of four sequences may be at other experts by chance, and those of a wrong pass are each time."""
+    from vllm_poc.worker.extension import _difference  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.scratch import BatchShape  # noqa: PLC0415
+    from vllm_poc.worker.passes.parity_check import Deadline, _output  # noqa: PLC0415
+
+    batches: list[Tensor] = []
+
+    def inputs(_: object, seeds: Tensor) -> Tensor:
+        if not any(torch.equal(seeds, other) for other in batches):
+            batches.append(seeds)
+        return seeds
+
+    def stage(scale: float) -> Any:  # noqa: ANN401
+        def forward(_spec: object, seeds: Tensor, _received: object, _nonces: int) -> Tensor:
+            (number,) = (at for at, other in enumerate(batches) if torch.equal(seeds, other))
+            away = torch.tensor(apart[number])[:, None]
+            return (1 + scale * away) * torch.ones(4, 16)
+
+        parts = {"load": lambda *_: None, "inputs": inputs, "forward": forward}
+        return SimpleNamespace(adapter=adapter, limits=LIMITS, **parts)
+
+    adapter = SimpleNamespace(
+        model=torch.nn.Module(),
+        stack=None,
+        own_layers=layers,
+        attention_modules=[],
+        ranks=ONE_RANK,
+        device=CPU,
+        dtype=torch.bfloat16,
+        is_quantised=True,
+    )
+    plain, fused, shape = stage(0.0), stage(1.0), BatchShape(4, 64)
+    found: Any = _output(fused, shape, {})
+    difference = _difference(fused, plain, shape, found, Deadline())
+    assert (difference is None) is equal
+    assert difference is None or "a batch of 4 x 64 tokens is further from vLLM's own" in difference
+    assert len(batches) == tries
 
 
 @pytest.mark.parametrize(
