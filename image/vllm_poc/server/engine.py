@@ -40,10 +40,10 @@ class NoMemoryError(EngineError):
 
 
 class WeightsChangedError(EngineError):
-    """vLLM got new weights while work was on its way, which therefore has to begin anew."""
+    """vLLM got new weights, or PoC a faster pass, while work was on its way, which therefore has to begin anew."""
 
     def __init__(self) -> None:
-        super().__init__("vLLM got new weights while this was computed: ask again")
+        super().__init__("vLLM got new weights, or PoC a faster pass, while this was computed: ask again")
 
 
 class OutputProcessor(Protocol):
