@@ -138,8 +138,10 @@ def one_rank(folder: Path) -> Iterator[None]:
             cleanup_dist_env_and_memory()
 
 
-def build(name: str, folder: Path) -> tuple[VllmConfig, nn.Module]:
+def build(name: str, folder: Path, **more: Any) -> tuple[VllmConfig, nn.Module]:  # noqa: ANN401
     """Return vLLM's configuration and model of ``name``, with weights of any value, as its worker makes them.
+
+    ``more`` are arguments of the engine.
 
     Skips the test where that takes a GPU.
     """
@@ -152,6 +154,7 @@ def build(name: str, folder: Path) -> tuple[VllmConfig, nn.Module]:
         enforce_eager=True,
         max_model_len=128,
         enable_prefix_caching=False,
+        **more,
     )
     config = arguments.create_engine_config()
     with set_current_vllm_config(config), _default_dtype(torch.bfloat16):

@@ -60,6 +60,13 @@ def test_poc_leaves_the_kv_cache_as_it_is(family: Family) -> None:
     assert client.worker("poc_test_kv_checksum") != filled, "the checksum must see chat's writes"
 
 
+@pytest.mark.parametrize("family", ["gemma3"], indirect=True)
+def test_batches_of_the_look_go_beyond_the_models_window(family: Family) -> None:
+    """It is of 32 tokens in the layers of this model but one."""
+    (left_alone,) = [one for one in family.client.worker("poc_describe")["findings"] if "chat's KV cache" in one]
+    assert f"x {2 * 32 + 1}" in left_alone
+
+
 def test_poc_calls_the_builders_of_chats_metadata_in_chats_own_thread(qwen3: Client) -> None:
     """They are not made for two threads, and what orders them is that a worker does one thing after the other."""
     qwen3.worker("poc_test_watch_builders")
@@ -71,3 +78,15 @@ def test_poc_calls_the_builders_of_chats_metadata_in_chats_own_thread(qwen3: Cli
     chats, pocs = chats_then_pocs
     assert len(chats) == 1
     assert pocs == chats
+
+
+def test_poc_calls_the_builders_of_chats_metadata_when_chat_has_read_what_they_write(qwen3: Client) -> None:
+    """They write into memory that a step of chat may still read from."""
+    if not qwen3.worker("poc_test_watch_input_preparation"):
+        pytest.skip("this release of vLLM prepares one step after the other")
+    qwen3.worker("poc_test_watch_builders")
+    qwen3.worker("poc_forget")  # PoC keeps the method that it found
+    qwen3.artifacts(range(4))
+    found = qwen3.worker("poc_test_builders_in_order")
+    assert found
+    assert all(found)

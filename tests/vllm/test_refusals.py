@@ -271,6 +271,20 @@ def test_parts_of_the_configuration_are_refused_by_their_flags(
 
 @on_one_device
 @pytest.mark.usefixtures("rank")
+@pytest.mark.parametrize("simple", ["0", "1"])
+def test_offloading_by_its_flag_is_allowed(simple: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes a KV connector of it, of one of two kinds."""
+    from tests.vllm.refused import build  # noqa: PLC0415 - needs vLLM
+    from vllm_poc.worker.model.capabilities import refusal  # noqa: PLC0415
+
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", simple)
+    config, model = build("OPTForCausalLM", tmp_path, kv_offloading_size=1)
+    assert config.kv_transfer_config is not None
+    assert refusal(config, model) is None
+
+
+@on_one_device
+@pytest.mark.usefixtures("rank")
 def test_adapters_in_layers_are_refused_whose_base_layers_they_change(tmp_path: Path) -> None:
     from vllm.lora import layers  # noqa: PLC0415 - needs vLLM
 

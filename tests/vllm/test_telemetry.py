@@ -45,3 +45,11 @@ def test_a_round_shows_in_vllms_log(qwen3: Client) -> None:
     assert lines
     assert len(re.findall("'telemetry'.*; starts, callbacks go to nobody$", text, re.M)) == 1
     assert len(re.findall("'telemetry'.*; ended: stopped on request$", text, re.M)) == 1
+
+
+def test_what_fails_in_a_worker_is_in_vllms_log_with_its_traceback(qwen3: Client) -> None:
+    seen = len(qwen3.log.read_text())
+    assert "error" in qwen3.worker("poc_compute", {})
+    text = qwen3.log.read_text()[seen:]
+    assert "PoC failed on this worker" in text
+    assert "Traceback (most recent call last)" in text

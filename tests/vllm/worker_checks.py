@@ -2,7 +2,8 @@
 """A worker extension that also tells what tests want to know of the worker."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -20,6 +21,7 @@ class CheckingExtension(PocWorkerExtension):
     """PoC's extension with a few methods more."""
 
     _poc_test_computed = 0
+    _poc_test_preparing = False
 
     def poc_compute(self, request: BatchRequest) -> BatchResult | Failure | None:
         """Compute, and count it."""
@@ -61,6 +63,7 @@ class CheckingExtension(PocWorkerExtension):
     def poc_test_watch_builders(self) -> None:
         """Note from now on in which thread chat's metadata builders run, by whatever calls them."""
         self._poc_test_threads: list[int] = []
+        self._poc_test_in_order: list[bool] = []
         for groups in self.model_runner.attn_groups:
             for group in groups:
                 builder = group.get_metadata_builder(0)
@@ -71,8 +74,29 @@ class CheckingExtension(PocWorkerExtension):
         found, self._poc_test_threads = self._poc_test_threads, []
         return found
 
+    def poc_test_watch_input_preparation(self) -> bool:
+        """Note from now on when vLLM lets inputs be prepared; False if this release has no such method."""
+        own = getattr(self.model_runner, "synchronize_input_prep", None)
+        if own is None:
+            return False
+
+        @contextmanager
+        def watched() -> Iterator[None]:
+            with own():
+                self._poc_test_preparing = True
+                yield
+                self._poc_test_preparing = False
+
+        self.model_runner.synchronize_input_prep = watched
+        return True
+
+    def poc_test_builders_in_order(self) -> list[bool]:
+        """Return of each call of a builder since they are watched whether it was made then."""
+        return self._poc_test_in_order
+
     def _poc_test_built(self, build: Callable[..., Any], builder: object, *args: Any, **options: Any) -> Any:  # noqa: ANN401
         self._poc_test_threads.append(get_ident())
+        self._poc_test_in_order.append(self._poc_test_preparing)
         return build(builder, *args, **options)
 
     def poc_test_order_saves(self) -> None:

@@ -323,6 +323,20 @@ async def test_results_go_to_the_callback(pod: Pod, receiver: CallbackReceiver) 
     assert (await pod.status()).callbacks_lost == 1
 
 
+@pytest.mark.parametrize("answer", [401, 403, 404])
+@pytest.mark.parametrize("body", [JOB, JOB | WRONG], ids=["results", "verdict"])
+async def test_a_callback_that_is_refused_for_a_moment_is_delivered(
+    pod: Pod, receiver: CallbackReceiver, body: dict[str, Any], answer: int
+) -> None:
+    """As while a token or an ingress is changed."""
+    receiver.faults = [answer] * 3
+    job = await submit(pod, body | {"url": receiver.url})
+    assert (await ended(pod, job, callback=True))["callback"] == "delivered"
+    assert receiver.nonces == ([] if body is not JOB else JOB["nonces"])
+    assert len(receiver.verdicts) == (body is not JOB)
+    assert (await pod.status()).callbacks_lost == 0
+
+
 async def test_valid_distances_go_to_the_callback(pod: Pod, receiver: CallbackReceiver) -> None:
     job = await submit(pod, DISTANCE | {"nonces": list(range(40)), "callback_url": receiver.url})
     assert (await ended(pod, job, callback=True))["callback"] == "delivered"

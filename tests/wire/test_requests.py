@@ -79,6 +79,7 @@ BAD_GENERATES: list[tuple[dict[str, Any], str]] = [
     (DECODE_GENERATE | {"enforced_k_steps": {"5": [1, 2]}}, "enforced_k_steps must have a chain for each of nonces"),
     (DECODE_GENERATE | {"enforced_k_steps": {"5": [2**63]}}, "enforced_k_steps.5"),
     (DECODE_GENERATE | {"enforced_k_steps": {"5": [1], "3": [], "9": [1]}}, "enforced_k_steps has an empty chain"),
+    (GENERATE | {"callback_url": "http://a..b/"}, "callback_url: a..b is no host name"),
     (without(GENERATE, "nonces"), "nonces: Field required"),
     (GENERATE | {"nonces": []}, "nonces"),
     (GENERATE | {"nonces": [1, 1]}, "nonces must be unique"),

@@ -134,6 +134,21 @@ async def test_callbacks_of_a_large_request_hold_nobody_up(pod: Pod, receiver: C
     raise AssertionError(f"longest stalls of {TRIES} tries: {found}")
 
 
+async def test_kept_results_of_a_large_request_hold_nobody_up(pod: Pod) -> None:
+    answer = await pod.post("generate", ARTIFACT | {"nonces": NONCES, "batch_size": 250})
+    kept, found = f"{API_PREFIX}/generate/{answer.json()['request_id']}", []
+    while (await pod.http.get(kept, timeout=60)).json()["status"] != "completed":  # noqa: ASYNC110 - a job has no event
+        await asyncio.sleep(0.5)
+    for _ in range(TRIES):
+        async with watched() as longest:
+            answer = await pod.http.get(kept, timeout=60)
+        assert len(answer.content) > 20 * len(NONCES)
+        found.append(longest.seconds)
+        if longest.seconds < longest_seconds():
+            return
+    raise AssertionError(f"longest stalls of {TRIES} tries: {found}")
+
+
 @pytest.mark.parametrize("k_dim", [12, 1_024, 5_120])
 async def test_results_of_any_length_are_written_beside_others(k_dim: int) -> None:
     encoding = Encoding(k_dim=k_dim)

@@ -11,6 +11,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the worker environment: python3 -m hack.vllm")
 pytest.importorskip("vllm", reason="needs the worker environment: python3 -m hack.vllm")
 
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
+
 from vllm_poc.worker.model.scratch import (  # noqa: E402
     BatchShape,
     CacheGroup,
@@ -146,3 +152,29 @@ def test_borders_are_those_of_blocks_windows_and_chunks(
 ) -> None:
     found = _borders(SimpleNamespace(**spec), *(SimpleNamespace(**layer) for layer in layers))
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "expected"),
+    [
+        (FullAttentionSpec, {}, {16}),
+        (FullAttentionSpec, {"sliding_window": 32}, {16, 32}),
+        (FullAttentionSpec, {"attention_chunk_size": 48}, {16, 48}),
+        (SlidingWindowSpec, {"sliding_window": 32}, {16, 32}),
+        (ChunkedLocalAttentionSpec, {"attention_chunk_size": 48}, {16, 48}),
+    ],
+)
+def test_a_group_has_the_borders_of_vllms_own_specification(
+    kind: Any,  # noqa: ANN401
+    fields: dict[str, int],
+    expected: set[int],
+) -> None:
+    """So that a release which calls them otherwise shows."""
+    spec = kind(block_size=16, num_kv_heads=1, head_size=WIDTH, dtype=torch.float32, **fields)
+    layers = {"layers.0.attn": SimpleNamespace(kv_cache=torch.zeros(2, 8, 16, WIDTH))}
+    group: Any = SimpleNamespace(layer_names=list(layers), kv_cache_spec=spec, get_metadata_builder=lambda _: None)
+    runner: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)),
+        kv_cache_config=SimpleNamespace(num_blocks=8),
+    )
+    assert cache_group(runner, group).borders == expected
