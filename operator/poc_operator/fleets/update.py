@@ -25,7 +25,8 @@ nothing goes back by itself. One that has failed like a canary stops the update 
 whether the pod or the template is mended. A template that was good before stops at no pod.
 
 Pods that cannot run, or have failed their self-check, and have no slot of a round lose nothing when they are replaced:
-they wait for no round. What others wait for is in `poc_operator.fleets.forecast`.
+they wait for no round. So do those that are not ready and have a template that has failed, or have not become ready
+within ``startupSeconds``, or have no Kubernetes node. What others wait for is in `poc_operator.fleets.forecast`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,6 @@ from itertools import takewhile
 from poc_operator.apis.v1alpha1.fleet_update import MAX_FAILED, FailedUpdate, UpdatePhase, UpdateStatus
 from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod, Update, UpdateStrategy
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.fleets.checked_pods import CANNOT_CHECK
 from poc_operator.fleets.forecast import (
     Eviction,
     Spares,
@@ -47,8 +47,8 @@ from poc_operator.fleets.forecast import (
     replacement_seconds,
     startup_seconds,
 )
-from poc_operator.fleets.rollback import failed_as
-from poc_operator.fleets.stages import Nodes, is_hopeless, node_fault, why_not_ready, why_not_running
+from poc_operator.fleets.rollback import Trial, failed_as, is_newer
+from poc_operator.fleets.stages import Nodes, is_homeless, is_hopeless, is_late, node_fault, why_not_ready
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import WorkEvent, in_order, ordinal_of
 
@@ -151,12 +151,11 @@ class _View:
         self.updated = [pod for pod in self.pods if pod.revision in kept]
         self.outdated = [pod for pod in self.pods if pod.revision not in kept]
 
-    def result(self, pod: PodView) -> CheckResult:
-        """Return what the self-check of the pod's present server has found."""
-        known = self.seen.checks.get(pod.uid)
-        if known is None or known.server != pod.server(pod.serving_port(self.seen.port)):
-            return CheckResult.PENDING
-        return known.result
+    @property
+    def trial(self) -> Trial:
+        """What is known of the pods that have the newest revision."""
+        seen, since = self.seen, self.old.canary_time
+        return Trial(seen.checks, seen.nodes, seen.now, seen.startup_limit, seen.port, seen.checks_pods, since)
 
     @property
     def works_after_all(self) -> bool:
@@ -174,15 +173,11 @@ class _View:
         """How other templates have failed."""
         return [one for one in self.old.failed if one.digest != self.seen.digest]
 
-    def failed_check(self, pod: PodView) -> bool:
-        """Whether the pod's server has failed its self-check, so that it takes no part."""
-        return self.seen.checks_pods and self.result(pod) is CheckResult.FAILED
-
     def available(self, pod: PodView) -> bool:
         """Whether the pod is ready, and has proven itself if it has the newest revision."""
-        if not pod.ready or self.failed_check(pod):
+        if not pod.ready or self.trial.failed_check(pod):
             return False
-        return pod in self.outdated or not self.seen.checks_pods or self.result(pod) is CheckResult.PASSED
+        return pod in self.outdated or not self.seen.checks_pods or self.trial.result(pod) is CheckResult.PASSED
 
     @cached_property
     def away(self) -> int:
@@ -208,48 +203,27 @@ class _View:
         return frozenset[str]().union(*(one.record.holders for one in self.seen.work if one.live))
 
     def is_lost(self, pod: PodView) -> bool:
-        """Whether a pod cannot work, and has no slot: nothing is lost with it."""
-        hopeless = not pod.ready and is_hopeless(pod, self.seen.nodes, self.seen.now)
-        return pod.uid not in self.slots and (hopeless or self.failed_check(pod))
+        """Whether a pod cannot work, and has no slot: nothing is lost with it.
 
-    def why_failed(self, pod: PodView) -> str | None:
-        """Say why a pod with the newest revision has failed; None if it has not."""
-        if self.failed_check(pod):
-            found = self.seen.checks[pod.uid].message
-            return f"pod {pod.name} failed its self-check{f': {found}' if found else ''}"
-        if self._cannot_be_checked(pod):
-            message = self.seen.checks[pod.uid].message
-            return f"pod {pod.name} has not passed its self-check within {self.seen.startup_limit} s: {message}"
-        return why_not_running(pod, self.seen.nodes, self.seen.now, self.seen.startup_limit)
-
-    def _cannot_be_checked(self, pod: PodView) -> bool:
-        """Whether checks of a ready pod have failed for as long as a pod may take to become ready."""
-        since, limit = self.old.canary_time, timedelta(seconds=self.seen.startup_limit)
-        return (
-            self._is_refused(pod)
-            and since is not None
-            and not self._is_newer(pod, since)
-            and self.seen.now - since > limit
-        )
-
-    def _is_refused(self, pod: PodView) -> bool:
-        """Whether a ready pod could not be asked for its self-check last time."""
-        known = self.seen.checks.get(pod.uid)
-        if not self.seen.checks_pods or not pod.ready or known is None or self.result(pod) is not CheckResult.PENDING:
+        One that never becomes ready may show no more than that: a long startup probe hides that its container restarts.
+        """
+        seen = self.seen
+        if pod.uid in self.slots:
             return False
-        return known.message.startswith(CANNOT_CHECK)
-
-    def _is_newer(self, pod: PodView, since: datetime) -> bool:
-        return pod.ready_since is None or pod.ready_since > since
+        if pod.ready:
+            return self.trial.failed_check(pod)
+        has_failed = any(one.revision == pod.revision for one in self.old.failed)
+        late = is_homeless(pod, seen.now) or is_late(pod, seen.nodes, seen.now, seen.startup_limit)
+        return has_failed or late or is_hopeless(pod, seen.nodes, seen.now) or self.trial.failed_check(pod)
 
     def is_about_a_check(self, why: str) -> bool:
         """Whether this is why a pod has failed, and its self-check says so."""
-        about = (pod for pod in self.updated if self.why_failed(pod) == why)
-        return any(self.failed_check(pod) or self._cannot_be_checked(pod) for pod in about)
+        trial = self.trial
+        return any(trial.is_by_check(pod) for pod in self.updated if trial.why_failed(pod) == why)
 
     def why_any_failed(self) -> str | None:
         """Say why one of the pods with the newest revision has failed; None if none has."""
-        return next((why for pod in self.updated if (why := self.why_failed(pod)) is not None), None)
+        return next((why for pod in self.updated if (why := self.trial.why_failed(pod)) is not None), None)
 
     def note_canary(self) -> None:
         """Remember since when the first pod with the newest revision is waited for, or, ready, cannot be checked."""
@@ -257,12 +231,10 @@ class _View:
             self.old = self.old.model_copy(update={"canary": self._missing[-1], "canary_time": None})
         awaited = self.updated if self.seen.by_number else self.awaits_canary
         since = self.old.canary_time
-        refused = [pod for pod in self.updated if self._is_refused(pod)]
+        refused = [pod for pod in self.updated if self.trial.is_refused(pod)]
         if self._must_end_first:
             self.old = self.old.model_copy(update={"canary_time": None})
-        elif (awaited and since is None) or (
-            refused and (since is None or any(self._is_newer(p, since) for p in refused))
-        ):
+        elif (awaited and since is None) or (refused and (since is None or any(is_newer(p, since) for p in refused))):
             self.old = self.old.model_copy(update={"canary_time": self.seen.now})
 
     @property
@@ -370,7 +342,7 @@ class _View:
 
     def _state(self, pod: PodView) -> str:
         if pod.ready:
-            return "self-check failed" if self.failed_check(pod) else "self-check"
+            return "self-check failed" if self.trial.failed_check(pod) else "self-check"
         return why_not_ready(pod, self.seen.nodes, self.seen.now)
 
     def progress(self, doing: str) -> str:
