@@ -138,7 +138,8 @@ def is_homeless(pod: PodView, now: datetime) -> bool:
 
 def why_not_ready(pod: PodView, nodes: Nodes, now: datetime) -> str:
     """Say in a few words why a pod is not ready."""
-    return node_fault(pod, nodes) or (pod.waiting_for if is_hopeless(pod, nodes, now) else "not ready")
+    cannot = is_hopeless(pod, nodes, now) or (not pod.node and cannot_run(pod))
+    return node_fault(pod, nodes) or (pod.waiting_for if cannot else "not ready")
 
 
 def why_not_running(pod: PodView, nodes: Nodes, now: datetime, limit: int) -> str | None:

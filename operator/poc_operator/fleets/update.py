@@ -12,10 +12,11 @@
 A pod leaves by an eviction; what makes it anew is its StatefulSet, or its LeaderWorkerSet. The canary is the first pod
 that has the new revision, whoever replaced it. It has passed when it is ready and its self-check has passed. It has
 failed when its self-check has failed, it crashes, its image cannot be had, or it is not ready within
-``startupSeconds``. So has one that is ready, and could not be checked for as long. Then the StatefulSet gets the
-template of the last good revision back, the canary is replaced once more, and the failed template is not tried again.
-Without a good revision it stays, and the update goes on once it works. One that no Kubernetes node has room for, or
-whose node is not well, has not failed: it waits, as `poc_operator.fleets.stages` says.
+``startupSeconds``. So has one that is ready, and could not be checked for as long, and one that the scheduler leaves
+out for its template: `poc_operator.fleets.rollback`. Then the StatefulSet gets the template of the last good revision
+back, the canary is replaced once more, and the failed template is not tried again. Without a good revision it stays,
+and the update goes on once it works. One that no Kubernetes node has room for, or whose node is not well, has not
+failed: it waits, as `poc_operator.fleets.stages` says. If it gets no node, or cannot end, another pod is the canary.
 
 A pod that is missing comes with the newest revision, so it is the canary. One that Kubernetes does not create within
 ``startupSeconds`` has failed too, since its template may be refused. Another template has that time anew.
@@ -154,8 +155,13 @@ class _View:
     @property
     def trial(self) -> Trial:
         """What is known of the pods that have the newest revision."""
-        seen, since = self.seen, self.old.canary_time
-        return Trial(seen.checks, seen.nodes, seen.now, seen.startup_limit, seen.port, seen.checks_pods, since)
+        seen = self.seen
+        return Trial(seen.checks, seen.nodes, seen.now, seen.startup_limit, seen.port, seen.checks_pods, self.old)
+
+    @cached_property
+    def proving(self) -> Sequence[PodView]:
+        """The pods that are to show whether the newest revision works."""
+        return [pod for pod in self.updated if self.trial.proves(pod)]
 
     @property
     def works_after_all(self) -> bool:
@@ -227,8 +233,8 @@ class _View:
 
     def note_canary(self) -> None:
         """Remember since when the first pod with the newest revision is waited for, or, ready, cannot be checked."""
-        if self._missing and not (self.seen.by_number or self.updated or self.awaits_canary):
-            self.old = self.old.model_copy(update={"canary": self._missing[-1], "canary_time": None})
+        if self._missing and not (self.seen.by_number or self.proving or self.awaits_canary or self._is_stranded):
+            self.old = self.begun.model_copy(update={"canary": self._missing[-1]})
         awaited = self.updated if self.seen.by_number else self.awaits_canary
         since = self.old.canary_time
         refused = [pod for pod in self.updated if self.trial.is_refused(pod)]
@@ -246,7 +252,12 @@ class _View:
     @property
     def begun(self) -> UpdateStatus:
         """The status of an update that begins with a canary: what one before it has waited for does not count."""
-        return self.old.model_copy(update={"canary": "", "canary_time": None})
+        return self.old.model_copy(update={"canary": "", "canary_node": "", "canary_time": None})
+
+    def canary_of(self, pod: PodView) -> UpdateStatus:
+        """The status of an update whose canary takes the place of this pod."""
+        node = "" if node_fault(pod, self.seen.nodes) else pod.node
+        return self.old.model_copy(update={"canary": pod.name, "canary_node": node, "canary_time": self.seen.now})
 
     @property
     def _must_end_first(self) -> bool:
@@ -261,8 +272,14 @@ class _View:
     def awaits_canary(self) -> bool:
         """Whether a pod was evicted for the canary, and none with the newest revision is there yet."""
         name = self.old.canary
-        comes = any(pod.name == name for pod in self.outdated)
-        return bool(name) and not self.updated and not comes and ordinal_of(name) < self.seen.replicas
+        is_there = self._is_stranded or any(pod.name == name for pod in self.pods)
+        return bool(name) and not self.proving and not is_there and ordinal_of(name) < self.seen.replicas
+
+    @property
+    def _is_stranded(self) -> bool:
+        """Whether the pod that has the canary's name cannot end, since its Kubernetes node is not well."""
+        ending = (pod for pod in self.seen.pods if pod.name == self.old.canary and pod.terminating)
+        return any(node_fault(pod, self.seen.nodes) for pod in ending)
 
     def why_late(self) -> str | None:
         """Say why no pod with the newest revision has come up: it is not created, or its group is made anew again."""
@@ -272,8 +289,8 @@ class _View:
         if self.seen.now - since <= timedelta(seconds=limit):
             return None
         canary, nodes = self.old.canary, self.seen.nodes
-        if self.updated:
-            crashes = self.seen.by_number and all(pod.node and not node_fault(pod, nodes) for pod in self.updated)
+        if self.proving:
+            crashes = self.seen.by_number and all(pod.node and not node_fault(pod, nodes) for pod in self.proving)
             return f"pod {canary or 'with it'} was not ready within {limit} s: its group may crash" if crashes else None
         if not self.awaits_canary or self._canary_exists:
             return None
@@ -314,9 +331,19 @@ class _View:
 
     @property
     def _candidates(self) -> Sequence[PodView]:
-        """The pods to replace: first those that cannot work, then those that are not ready, then by their numbers."""
+        """The pods to replace: those that cannot work, those that are not ready, and then the others by their numbers.
+
+        Those without a Kubernetes node that is well come last of all: what replaces them may show nothing.
+        """
         return sorted(
-            self.outdated, key=lambda pod: (not self.is_lost(pod), pod.ready, -ordinal_of(pod.name), pod.name)
+            self.outdated,
+            key=lambda pod: (
+                not pod.node or bool(node_fault(pod, self.seen.nodes)),
+                not self.is_lost(pod),
+                pod.ready,
+                -ordinal_of(pod.name),
+                pod.name,
+            ),
         )
 
     def _doing(self, chosen: Sequence[Eviction], free: Sequence[PodView]) -> str:
@@ -351,7 +378,8 @@ class _View:
 
     def status(self, phase: UpdatePhase, message: str, canary: str = "") -> UpdateStatus:
         """Return the status of an update that goes on."""
-        change = {"phase": phase, "message": message, "canary": canary, "digest": self.seen.digest}
+        node = self.old.canary_node if canary == self.old.canary else ""
+        change = {"phase": phase, "message": message, "canary": canary, "canary_node": node, "digest": self.seen.digest}
         return self.old.model_copy(update=change)
 
 
@@ -417,16 +445,16 @@ def _canary(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
     why = view.why_any_failed() or view.why_late()
     if why is not None:
         return _failing(view, why, events)
-    if view.updated and all(map(view.available, view.updated)):
-        passed = f"revision {view.seen.newest} works on {view.updated[0].name}"
+    if view.proving and all(map(view.available, view.proving)):
+        passed = f"revision {view.seen.newest} works on {view.proving[0].name}"
         told = [*events, WorkEvent(reason=Reason.CANARY_PASSED, message=passed)]
         return _rolling(view, told)
-    if view.updated or view.awaits_canary:
+    if view.proving or view.awaits_canary or (view.updated and not view.outdated):
         message = view.progress(f"canary: {view.waiting_for_pods()}")
         return UpdateStep(status=view.status(UpdatePhase.CANARY, message, view.old.canary), events=events, moves=True)
     chosen, doing = view.evictions(1)
     name = chosen[0].pod.name if chosen else ""
-    view.old = view.old.model_copy(update={"canary_time": view.seen.now if chosen else None})
+    view.old = view.canary_of(chosen[0].pod) if chosen else view.begun
     status = view.status(UpdatePhase.CANARY, view.progress(f"canary: {doing}"), name)
     return UpdateStep(status=status, evict=chosen, events=events)
 

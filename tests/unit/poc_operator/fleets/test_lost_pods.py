@@ -71,3 +71,76 @@ def test_a_canary_that_has_failed_leaves_in_a_round() -> None:
         good = template_of(startupSeconds=60)
         step = plan(_snapshot(fleet, objects=objects, pods=pods, good_template=good, work=[work()]))
         assert evicted(step) == ["demo-3"]
+
+
+def homeless(number: int, revision: str = NEW, *, age: float = 9000, says: str = NO_ROOM) -> PodView:
+    """A pod that the scheduler has given to no Kubernetes node."""
+    return a_pod(number, revision, ready=False, age=age, node="", taken=None, waiting_for=says)
+
+
+CORDONED = KubernetesNode(ready=True, since=NOW - timedelta(days=9), cordoned=True)
+NO_CLAIM = '0/3 nodes are available: persistentvolumeclaim "wieghts" not found.'
+
+
+@pytest.mark.parametrize(
+    ("age", "canary_node", "nodes", "says", "phase"),
+    [
+        (3601, "node-1", {}, NO_ROOM, "Failed"),  # its template asks for more than the pod before it
+        (3601, "node-1", {"node-1": KubernetesNode(ready=True)}, NO_ROOM, "Failed"),
+        (3599, "node-1", {}, NO_ROOM, "Canary"),
+        (3601, "", {}, NO_ROOM, "Canary"),  # the cluster may be full
+        (3601, "node-1", {"node-1": AWAY}, NO_ROOM, "Canary"),  # the room is gone with the node
+        (3601, "node-1", {"node-1": CORDONED}, NO_ROOM, "Canary"),
+        (3601, "", {}, NO_CLAIM, "Failed"),
+        (3599, "", {}, NO_CLAIM, "Canary"),
+    ],
+)
+def test_a_canary_that_gets_no_kubernetes_node_fails_if_its_template_is_at_fault(
+    age: float, canary_node: str, nodes: dict[str, KubernetesNode], says: str, phase: str
+) -> None:
+    status = in_phase("Canary", canary="demo-3", canaryNode=canary_node)
+    step = look(fleet_of(status), [*FOUR[:3], homeless(3, age=age, says=says)], nodes=nodes)
+    assert (step.status.update.phase, evicted(step)) == (phase, [])
+    assert says in step.status.update.message
+
+
+def test_it_is_recorded_where_the_pod_before_the_canary_was() -> None:
+    assert look(fleet_of(), FOUR).status.update.canary_node == "node-1"
+    unwell = [a_pod(0, ready=False), *(a_pod(n, node="node-2") for n in range(1, 4))]
+    assert look(fleet_of(update={"maxUnavailable": 2}), unwell, nodes={"node-1": AWAY}).status.update.canary == "demo-3"
+    alone = look(fleet_of(replicas=1), unwell[:1], nodes={"node-1": AWAY})
+    assert (evicted(alone), alone.status.update.canary_node) == (["demo-0"], "")
+
+
+def test_a_pod_that_runs_is_the_canary_rather_than_one_without_a_kubernetes_node() -> None:
+    pods = [*FOUR[:3], homeless(3, OLD)]
+    two = look(fleet_of(update={"maxUnavailable": 2}), pods)
+    assert (evicted(two), two.status.update.canary_node) == (["demo-2"], "node-1")
+    # No further pod may be away, and perhaps the new template lets this one run.
+    assert evicted(look(fleet_of(), pods)) == ["demo-3"]
+
+
+def test_another_pod_is_the_canary_if_the_first_gets_no_kubernetes_node() -> None:
+    canary = in_phase("Canary", canary="demo-3")
+    two = fleet_of(canary, update={"maxUnavailable": 2})
+    assert not look(two, [*FOUR[:3], homeless(3, age=PATIENCE_SECONDS - 1)]).evict
+    second = look(two, [*FOUR[:3], homeless(3)])
+    assert (evicted(second), second.status.update.canary) == (["demo-2"], "demo-2")
+    # Nobody else goes meanwhile, and it shows that the template works.
+    three = fleet_of(in_phase("Canary", canary="demo-2", canaryNode="node-1"), update={"maxUnavailable": 3})
+    for others in ([], [a_pod(2, NEW, ready=False, age=5)], [homeless(2)]):
+        assert not look(three, [*FOUR[:2], *others, homeless(3)]).evict
+    works = look(three, [*FOUR[:2], a_pod(2, NEW), homeless(3)])
+    assert (evicted(works), works.status.update.phase) == (["demo-1", "demo-0"], "Rolling")
+    # With one that may be away it waits, and says what for.
+    one = look(fleet_of(canary), [*FOUR[:3], homeless(3)])
+    assert not one.evict
+    assert f"canary: waiting for demo-3 ({NO_ROOM})" in one.status.update.message
+
+
+def test_another_pod_is_the_canary_if_the_first_cannot_end() -> None:
+    ends = a_pod(3, ready=False, terminating=True)
+    fleet = fleet_of(in_phase("Canary", canary="demo-3"), update={"maxUnavailable": 2})
+    assert not look(fleet, [*FOUR[:3], ends]).evict
+    others = [a_pod(n, node="node-2") for n in range(3)]
+    assert evicted(look(fleet, [*others, ends], nodes={"node-1": AWAY})) == ["demo-2"]
