@@ -168,21 +168,22 @@ class PodView:
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesNode:
-    """Whether the kubelet of a Kubernetes node is well, and since when that is so."""
+    """Whether the kubelet of a Kubernetes node is well, since when that is so, and whether it takes no new pods."""
 
     ready: bool
     since: datetime | None = None
+    cordoned: bool = False
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
         """Read the API server's JSON. A node that says nothing yet is not ready."""
-        conditions = (body.get("status") or {}).get("conditions") or []
-        found: Mapping[str, Any] = next((one for one in conditions if one["type"] == "Ready"), {})
-        return cls(ready=found.get("status") == "True", since=_moment(found.get("lastTransitionTime")))
+        status, cordoned = body.get("status") or {}, bool((body.get("spec") or {}).get("unschedulable"))
+        found: Mapping[str, Any] = next((one for one in status.get("conditions") or [] if one["type"] == "Ready"), {})
+        since = _moment(found.get("lastTransitionTime"))
+        return cls(ready=found.get("status") == "True", since=since, cordoned=cordoned)
 
 
-#: So much of a container's last line is told.
-_LAST_WORDS = 200
+_LAST_WORDS = 200  # so much of a container's last line is told
 
 
 def _moment(text: str | None) -> datetime | None:

@@ -108,7 +108,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {**PATH, "resources": {"limits": {"memory": "much"}}},
         ("memory", "a quantity in quotes"),
     ),
-    "too many replicas": ({**PATH, "replicas": 1001}, ("spec.replicas", "less than or equal to 1000")),
+    "too many replicas": ({**PATH, "replicas": 257}, ("spec.replicas", "less than or equal to 256")),
     "the fleet's label": (
         {**PATH, "podTemplate": {"metadata": {"labels": {"poc.gonka.ai/fleet": "other"}}}},
         ("spec.podTemplate.metadata.labels", "by which the fleet finds what is its own"),

@@ -124,7 +124,7 @@ class FleetSurroundings:
         )
 
     async def nodes(self, fleet: PoCFleet, pods: Collection[PodView]) -> Nodes:
-        """Return the Kubernetes nodes of pods that are not ready, while pods have several templates.
+        """Return the Kubernetes nodes of pods that are not ready, and the canary's, while pods have several templates.
 
         Only then they tell something of a template. Of many nodes, those that were read longest ago are read first, and
         the others are as they were. StoreError if they cannot be read.
@@ -134,7 +134,9 @@ class FleetSurroundings:
             return {}
         now = self._clock()
         self._nodes = {name: one for name, one in self._nodes.items() if now - one[0] < SURROUNDINGS_SECONDS}
-        names = {pod.node for pod in staying if pod.node and not pod.ready}
+        canary, before = fleet.status.update.canary, fleet.status.update.canary_node
+        unready = {pod.node for pod in pods if not pod.ready and (pod.stays or pod.name == canary)}
+        names = {name for name in (*unready, before) if name}
         # Other fleets read and forget nodes while this one waits for the API server.
         known = {name: self._nodes[name] for name in names & self._nodes.keys()}
         for name in self._due(names, known, now):
@@ -145,7 +147,8 @@ class FleetSurroundings:
                 break
             node = KubernetesNode.parse(body) if body is not None else None
             known[name] = self._nodes[name] = (self._clock(), node)
-        return {name: node for name, (_, node) in known.items() if node is not None}
+        gone = {before: KubernetesNode(ready=False)} if before in known else {}
+        return gone | {name: node for name, (_, node) in known.items() if node is not None}
 
     async def claim(self, fleet: PoCFleet, objects: Mapping[Key, Body]) -> str | None:
         """Return the uid of the PVC with a fleet's weights: empty if there is none, None if that is not known.

@@ -17,7 +17,7 @@ module           decides
 ``checked_pods`` which pods are asked for a self-check, what the status says of them, and who is barred
 ``update``       which pods of an old revision are replaced now, and how far an update is
 ``forecast``     what keeps pods from being replaced: work under way, and rounds that are near
-``rollback``     which template has failed, what comes back instead, and what differs
+``rollback``     why a template has failed, what comes back instead, and what differs
 ``conditions``   what holds of the fleet
 ``plan``         what to do about objects that differ, and the status
 ================ =========================================================================================

@@ -1,20 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Templates of pods: told apart by digests, put back when one has failed, and compared for people. Pure."""
+"""Templates of pods: tried on pods, told apart by digests, put back when one has failed, and compared. Pure."""
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
 
 from poc_operator.apis.v1alpha1.fleet_update import FailedUpdate, UpdateStatus
+from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod
+from poc_operator.fleets.checked_pods import CANNOT_CHECK
 from poc_operator.fleets.groups import without_nulls
 from poc_operator.fleets.render import Object, signed
+from poc_operator.fleets.stages import Nodes, is_homeless, is_late, why_not_running
+from poc_operator.observed import PodView
 
 #: So many differences are named in a message, each with so many characters of a value.
 _NAMED = 3
 _SHOWN = 60
+#: What the scheduler says of a pod whose PVC does not exist.
+_NO_CLAIM = re.compile(r'persistentvolumeclaim "[^"]*" not found')
 #: Field of a LeaderWorkerSet with the templates of leaders and workers.
 _BOTH = "leaderWorkerTemplate"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What shows whether a template works: its pods, with their self-checks and Kubernetes nodes.
+
+    ``checks`` are by the pods' uids. ``limit`` is for how many seconds a pod may come up, and then be checked in vain,
+    the latter from the canary's time on. ``told`` is what the status says of the update.
+    """
+
+    checks: Mapping[str, FleetPod]
+    nodes: Nodes
+    now: datetime
+    limit: int
+    port: int
+    checks_pods: bool
+    told: UpdateStatus
+
+    def result(self, pod: PodView) -> CheckResult:
+        """Return what the self-check of the pod's present server has found."""
+        known = self.checks.get(pod.uid)
+        if known is None or known.server != pod.server(pod.serving_port(self.port)):
+            return CheckResult.PENDING
+        return known.result
+
+    def failed_check(self, pod: PodView) -> bool:
+        """Whether the pod's server has failed its self-check, so that it takes no part."""
+        return self.checks_pods and self.result(pod) is CheckResult.FAILED
+
+    def is_refused(self, pod: PodView) -> bool:
+        """Whether a ready pod could not be asked for its self-check last time."""
+        known = self.checks.get(pod.uid)
+        if not self.checks_pods or not pod.ready or known is None or self.result(pod) is not CheckResult.PENDING:
+            return False
+        return known.message.startswith(CANNOT_CHECK)
+
+    def is_by_check(self, pod: PodView) -> bool:
+        """Whether the pod has failed by its self-check, or by having none."""
+        return self.failed_check(pod) or self._cannot_be_checked(pod)
+
+    def why_failed(self, pod: PodView) -> str | None:
+        """Say why a pod shows that its template does not work; None if it does not."""
+        if self.failed_check(pod):
+            found = self.checks[pod.uid].message
+            return f"pod {pod.name} failed its self-check{f': {found}' if found else ''}"
+        if self._cannot_be_checked(pod):
+            message = self.checks[pod.uid].message
+            return f"pod {pod.name} has not passed its self-check within {self.limit} s: {message}"
+        why = why_not_running(pod, self.nodes, self.now, self.limit)
+        if why is None and self._is_left_out(pod) and is_late(pod, self.nodes, self.now, self.limit):
+            return f"pod {pod.name} has got no Kubernetes node within {self.limit} s ({pod.waiting_for or 'Pending'})"
+        return why
+
+    def proves(self, pod: PodView) -> bool:
+        """Whether a pod is to show that its template works. One that no Kubernetes node has room for shows nothing."""
+        return not is_homeless(pod, self.now) or self._is_left_out(pod)
+
+    def _is_left_out(self, pod: PodView) -> bool:
+        """Whether a pod has no Kubernetes node, and that is its template's fault.
+
+        So it is if the scheduler misses a PVC, or the pod before it had a node that is still well: its room is free.
+        """
+        if pod.node or pod.ready:
+            return False
+        before = self.nodes.get(self.told.canary_node)
+        is_well = before is None or (before.ready and not before.cordoned)
+        had_room = bool(self.told.canary_node) and self.told.canary == pod.name and is_well
+        return had_room or _NO_CLAIM.search(pod.waiting_for) is not None
+
+    def _cannot_be_checked(self, pod: PodView) -> bool:
+        """Whether checks of a ready pod have failed for as long as a pod may take to become ready."""
+        since = self.told.canary_time
+        if since is None or not self.is_refused(pod) or is_newer(pod, since):
+            return False
+        return self.now - since > timedelta(seconds=self.limit)
+
+
+def is_newer(pod: PodView, since: datetime) -> bool:
+    """Whether the pod became ready later than that."""
+    return pod.ready_since is None or pod.ready_since > since
 
 
 def failed_as(old: UpdateStatus, digest: str, *, checks_pods: bool) -> FailedUpdate | None:

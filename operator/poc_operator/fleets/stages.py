@@ -124,9 +124,22 @@ def is_hopeless(pod: PodView, nodes: Nodes, now: datetime) -> bool:
     return pod.waiting_for in _HOPELESS and since is not None and now - since >= timedelta(seconds=PATIENCE_SECONDS)
 
 
+def is_late(pod: PodView, nodes: Nodes, now: datetime, limit: int) -> bool:
+    """Whether a pod is not ready although it should have come up more than ``limit`` seconds ago."""
+    since = _begun(pod, nodes)
+    waits = pod.ready or node_fault(pod, nodes)
+    return not waits and since is not None and now - since > timedelta(seconds=limit)
+
+
+def is_homeless(pod: PodView, now: datetime) -> bool:
+    """Whether a pod has had no Kubernetes node for so long that it may never get one."""
+    return not pod.node and pod.created is not None and now - pod.created >= timedelta(seconds=PATIENCE_SECONDS)
+
+
 def why_not_ready(pod: PodView, nodes: Nodes, now: datetime) -> str:
     """Say in a few words why a pod is not ready."""
-    return node_fault(pod, nodes) or (pod.waiting_for if is_hopeless(pod, nodes, now) else "not ready")
+    cannot = is_hopeless(pod, nodes, now) or (not pod.node and cannot_run(pod))
+    return node_fault(pod, nodes) or (pod.waiting_for if cannot else "not ready")
 
 
 def why_not_running(pod: PodView, nodes: Nodes, now: datetime, limit: int) -> str | None:
@@ -135,9 +148,8 @@ def why_not_running(pod: PodView, nodes: Nodes, now: datetime, limit: int) -> st
         return None
     if is_hopeless(pod, nodes, now) or _has_ended(pod, nodes):
         return f"pod {pod.name} cannot run ({pod.waiting_for or 'its container has ended'})"
-    since = _begun(pod, nodes)
     # Without a Kubernetes node it waits for one.
-    if pod.node and since is not None and now - since > timedelta(seconds=limit):
+    if pod.node and is_late(pod, nodes, now, limit):
         return f"pod {pod.name} was not ready within {limit} s ({pod.waiting_for or 'not ready'})"
     return None
 

@@ -12,10 +12,11 @@
 A pod leaves by an eviction; what makes it anew is its StatefulSet, or its LeaderWorkerSet. The canary is the first pod
 that has the new revision, whoever replaced it. It has passed when it is ready and its self-check has passed. It has
 failed when its self-check has failed, it crashes, its image cannot be had, or it is not ready within
-``startupSeconds``. So has one that is ready, and could not be checked for as long. Then the StatefulSet gets the
-template of the last good revision back, the canary is replaced once more, and the failed template is not tried again.
-Without a good revision it stays, and the update goes on once it works. One that no Kubernetes node has room for, or
-whose node is not well, has not failed: it waits, as `poc_operator.fleets.stages` says.
+``startupSeconds``. So has one that is ready, and could not be checked for as long, and one that the scheduler leaves
+out for its template: `poc_operator.fleets.rollback`. Then the StatefulSet gets the template of the last good revision
+back, the canary is replaced once more, and the failed template is not tried again. Without a good revision it stays,
+and the update goes on once it works. One that no Kubernetes node has room for, or whose node is not well, has not
+failed: it waits, as `poc_operator.fleets.stages` says. If it gets no node, or cannot end, another pod is the canary.
 
 A pod that is missing comes with the newest revision, so it is the canary. One that Kubernetes does not create within
 ``startupSeconds`` has failed too, since its template may be refused. Another template has that time anew.
@@ -25,7 +26,8 @@ nothing goes back by itself. One that has failed like a canary stops the update 
 whether the pod or the template is mended. A template that was good before stops at no pod.
 
 Pods that cannot run, or have failed their self-check, and have no slot of a round lose nothing when they are replaced:
-they wait for no round. What others wait for is in `poc_operator.fleets.forecast`.
+they wait for no round. So do those that are not ready and have a template that has failed, or have not become ready
+within ``startupSeconds``, or have no Kubernetes node. What others wait for is in `poc_operator.fleets.forecast`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +39,6 @@ from itertools import takewhile
 from poc_operator.apis.v1alpha1.fleet_update import MAX_FAILED, FailedUpdate, UpdatePhase, UpdateStatus
 from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod, Update, UpdateStrategy
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.fleets.checked_pods import CANNOT_CHECK
 from poc_operator.fleets.forecast import (
     Eviction,
     Spares,
@@ -47,8 +48,8 @@ from poc_operator.fleets.forecast import (
     replacement_seconds,
     startup_seconds,
 )
-from poc_operator.fleets.rollback import failed_as
-from poc_operator.fleets.stages import Nodes, is_hopeless, node_fault, why_not_ready, why_not_running
+from poc_operator.fleets.rollback import Trial, failed_as, is_newer
+from poc_operator.fleets.stages import Nodes, is_homeless, is_hopeless, is_late, node_fault, why_not_ready
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import WorkEvent, in_order, ordinal_of
 
@@ -151,12 +152,16 @@ class _View:
         self.updated = [pod for pod in self.pods if pod.revision in kept]
         self.outdated = [pod for pod in self.pods if pod.revision not in kept]
 
-    def result(self, pod: PodView) -> CheckResult:
-        """Return what the self-check of the pod's present server has found."""
-        known = self.seen.checks.get(pod.uid)
-        if known is None or known.server != pod.server(pod.serving_port(self.seen.port)):
-            return CheckResult.PENDING
-        return known.result
+    @property
+    def trial(self) -> Trial:
+        """What is known of the pods that have the newest revision."""
+        seen = self.seen
+        return Trial(seen.checks, seen.nodes, seen.now, seen.startup_limit, seen.port, seen.checks_pods, self.old)
+
+    @cached_property
+    def proving(self) -> Sequence[PodView]:
+        """The pods that are to show whether the newest revision works."""
+        return [pod for pod in self.updated if self.trial.proves(pod)]
 
     @property
     def works_after_all(self) -> bool:
@@ -174,15 +179,11 @@ class _View:
         """How other templates have failed."""
         return [one for one in self.old.failed if one.digest != self.seen.digest]
 
-    def failed_check(self, pod: PodView) -> bool:
-        """Whether the pod's server has failed its self-check, so that it takes no part."""
-        return self.seen.checks_pods and self.result(pod) is CheckResult.FAILED
-
     def available(self, pod: PodView) -> bool:
         """Whether the pod is ready, and has proven itself if it has the newest revision."""
-        if not pod.ready or self.failed_check(pod):
+        if not pod.ready or self.trial.failed_check(pod):
             return False
-        return pod in self.outdated or not self.seen.checks_pods or self.result(pod) is CheckResult.PASSED
+        return pod in self.outdated or not self.seen.checks_pods or self.trial.result(pod) is CheckResult.PASSED
 
     @cached_property
     def away(self) -> int:
@@ -208,61 +209,38 @@ class _View:
         return frozenset[str]().union(*(one.record.holders for one in self.seen.work if one.live))
 
     def is_lost(self, pod: PodView) -> bool:
-        """Whether a pod cannot work, and has no slot: nothing is lost with it."""
-        hopeless = not pod.ready and is_hopeless(pod, self.seen.nodes, self.seen.now)
-        return pod.uid not in self.slots and (hopeless or self.failed_check(pod))
+        """Whether a pod cannot work, and has no slot: nothing is lost with it.
 
-    def why_failed(self, pod: PodView) -> str | None:
-        """Say why a pod with the newest revision has failed; None if it has not."""
-        if self.failed_check(pod):
-            found = self.seen.checks[pod.uid].message
-            return f"pod {pod.name} failed its self-check{f': {found}' if found else ''}"
-        if self._cannot_be_checked(pod):
-            message = self.seen.checks[pod.uid].message
-            return f"pod {pod.name} has not passed its self-check within {self.seen.startup_limit} s: {message}"
-        return why_not_running(pod, self.seen.nodes, self.seen.now, self.seen.startup_limit)
-
-    def _cannot_be_checked(self, pod: PodView) -> bool:
-        """Whether checks of a ready pod have failed for as long as a pod may take to become ready."""
-        since, limit = self.old.canary_time, timedelta(seconds=self.seen.startup_limit)
-        return (
-            self._is_refused(pod)
-            and since is not None
-            and not self._is_newer(pod, since)
-            and self.seen.now - since > limit
-        )
-
-    def _is_refused(self, pod: PodView) -> bool:
-        """Whether a ready pod could not be asked for its self-check last time."""
-        known = self.seen.checks.get(pod.uid)
-        if not self.seen.checks_pods or not pod.ready or known is None or self.result(pod) is not CheckResult.PENDING:
+        One that never becomes ready may show no more than that: a long startup probe hides that its container restarts.
+        """
+        seen = self.seen
+        if pod.uid in self.slots:
             return False
-        return known.message.startswith(CANNOT_CHECK)
-
-    def _is_newer(self, pod: PodView, since: datetime) -> bool:
-        return pod.ready_since is None or pod.ready_since > since
+        if pod.ready:
+            return self.trial.failed_check(pod)
+        has_failed = any(one.revision == pod.revision for one in self.old.failed)
+        late = is_homeless(pod, seen.now) or is_late(pod, seen.nodes, seen.now, seen.startup_limit)
+        return has_failed or late or is_hopeless(pod, seen.nodes, seen.now) or self.trial.failed_check(pod)
 
     def is_about_a_check(self, why: str) -> bool:
         """Whether this is why a pod has failed, and its self-check says so."""
-        about = (pod for pod in self.updated if self.why_failed(pod) == why)
-        return any(self.failed_check(pod) or self._cannot_be_checked(pod) for pod in about)
+        trial = self.trial
+        return any(trial.is_by_check(pod) for pod in self.updated if trial.why_failed(pod) == why)
 
     def why_any_failed(self) -> str | None:
         """Say why one of the pods with the newest revision has failed; None if none has."""
-        return next((why for pod in self.updated if (why := self.why_failed(pod)) is not None), None)
+        return next((why for pod in self.updated if (why := self.trial.why_failed(pod)) is not None), None)
 
     def note_canary(self) -> None:
         """Remember since when the first pod with the newest revision is waited for, or, ready, cannot be checked."""
-        if self._missing and not (self.seen.by_number or self.updated or self.awaits_canary):
-            self.old = self.old.model_copy(update={"canary": self._missing[-1], "canary_time": None})
+        if self._missing and not (self.seen.by_number or self.proving or self.awaits_canary or self._is_stranded):
+            self.old = self.begun.model_copy(update={"canary": self._missing[-1]})
         awaited = self.updated if self.seen.by_number else self.awaits_canary
         since = self.old.canary_time
-        refused = [pod for pod in self.updated if self._is_refused(pod)]
+        refused = [pod for pod in self.updated if self.trial.is_refused(pod)]
         if self._must_end_first:
             self.old = self.old.model_copy(update={"canary_time": None})
-        elif (awaited and since is None) or (
-            refused and (since is None or any(self._is_newer(p, since) for p in refused))
-        ):
+        elif (awaited and since is None) or (refused and (since is None or any(is_newer(p, since) for p in refused))):
             self.old = self.old.model_copy(update={"canary_time": self.seen.now})
 
     @property
@@ -274,7 +252,12 @@ class _View:
     @property
     def begun(self) -> UpdateStatus:
         """The status of an update that begins with a canary: what one before it has waited for does not count."""
-        return self.old.model_copy(update={"canary": "", "canary_time": None})
+        return self.old.model_copy(update={"canary": "", "canary_node": "", "canary_time": None})
+
+    def canary_of(self, pod: PodView) -> UpdateStatus:
+        """The status of an update whose canary takes the place of this pod."""
+        node = "" if node_fault(pod, self.seen.nodes) else pod.node
+        return self.old.model_copy(update={"canary": pod.name, "canary_node": node, "canary_time": self.seen.now})
 
     @property
     def _must_end_first(self) -> bool:
@@ -289,8 +272,14 @@ class _View:
     def awaits_canary(self) -> bool:
         """Whether a pod was evicted for the canary, and none with the newest revision is there yet."""
         name = self.old.canary
-        comes = any(pod.name == name for pod in self.outdated)
-        return bool(name) and not self.updated and not comes and ordinal_of(name) < self.seen.replicas
+        is_there = self._is_stranded or any(pod.name == name for pod in self.pods)
+        return bool(name) and not self.proving and not is_there and ordinal_of(name) < self.seen.replicas
+
+    @property
+    def _is_stranded(self) -> bool:
+        """Whether the pod that has the canary's name cannot end, since its Kubernetes node is not well."""
+        ending = (pod for pod in self.seen.pods if pod.name == self.old.canary and pod.terminating)
+        return any(node_fault(pod, self.seen.nodes) for pod in ending)
 
     def why_late(self) -> str | None:
         """Say why no pod with the newest revision has come up: it is not created, or its group is made anew again."""
@@ -300,8 +289,8 @@ class _View:
         if self.seen.now - since <= timedelta(seconds=limit):
             return None
         canary, nodes = self.old.canary, self.seen.nodes
-        if self.updated:
-            crashes = self.seen.by_number and all(pod.node and not node_fault(pod, nodes) for pod in self.updated)
+        if self.proving:
+            crashes = self.seen.by_number and all(pod.node and not node_fault(pod, nodes) for pod in self.proving)
             return f"pod {canary or 'with it'} was not ready within {limit} s: its group may crash" if crashes else None
         if not self.awaits_canary or self._canary_exists:
             return None
@@ -342,9 +331,19 @@ class _View:
 
     @property
     def _candidates(self) -> Sequence[PodView]:
-        """The pods to replace: first those that cannot work, then those that are not ready, then by their numbers."""
+        """The pods to replace: those that cannot work, those that are not ready, and then the others by their numbers.
+
+        Those without a Kubernetes node that is well come last of all: what replaces them may show nothing.
+        """
         return sorted(
-            self.outdated, key=lambda pod: (not self.is_lost(pod), pod.ready, -ordinal_of(pod.name), pod.name)
+            self.outdated,
+            key=lambda pod: (
+                not pod.node or bool(node_fault(pod, self.seen.nodes)),
+                not self.is_lost(pod),
+                pod.ready,
+                -ordinal_of(pod.name),
+                pod.name,
+            ),
         )
 
     def _doing(self, chosen: Sequence[Eviction], free: Sequence[PodView]) -> str:
@@ -370,7 +369,7 @@ class _View:
 
     def _state(self, pod: PodView) -> str:
         if pod.ready:
-            return "self-check failed" if self.failed_check(pod) else "self-check"
+            return "self-check failed" if self.trial.failed_check(pod) else "self-check"
         return why_not_ready(pod, self.seen.nodes, self.seen.now)
 
     def progress(self, doing: str) -> str:
@@ -379,7 +378,8 @@ class _View:
 
     def status(self, phase: UpdatePhase, message: str, canary: str = "") -> UpdateStatus:
         """Return the status of an update that goes on."""
-        change = {"phase": phase, "message": message, "canary": canary, "digest": self.seen.digest}
+        node = self.old.canary_node if canary == self.old.canary else ""
+        change = {"phase": phase, "message": message, "canary": canary, "canary_node": node, "digest": self.seen.digest}
         return self.old.model_copy(update=change)
 
 
@@ -445,16 +445,16 @@ def _canary(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
     why = view.why_any_failed() or view.why_late()
     if why is not None:
         return _failing(view, why, events)
-    if view.updated and all(map(view.available, view.updated)):
-        passed = f"revision {view.seen.newest} works on {view.updated[0].name}"
+    if view.proving and all(map(view.available, view.proving)):
+        passed = f"revision {view.seen.newest} works on {view.proving[0].name}"
         told = [*events, WorkEvent(reason=Reason.CANARY_PASSED, message=passed)]
         return _rolling(view, told)
-    if view.updated or view.awaits_canary:
+    if view.proving or view.awaits_canary or (view.updated and not view.outdated):
         message = view.progress(f"canary: {view.waiting_for_pods()}")
         return UpdateStep(status=view.status(UpdatePhase.CANARY, message, view.old.canary), events=events, moves=True)
     chosen, doing = view.evictions(1)
     name = chosen[0].pod.name if chosen else ""
-    view.old = view.old.model_copy(update={"canary_time": view.seen.now if chosen else None})
+    view.old = view.canary_of(chosen[0].pod) if chosen else view.begun
     status = view.status(UpdatePhase.CANARY, view.progress(f"canary: {doing}"), name)
     return UpdateStep(status=status, evict=chosen, events=events)
 

@@ -44,8 +44,9 @@ from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32, Int64, L
 
 #: A hub id, with or without an organisation.
 HUB_ID = "[A-Za-z0-9][-A-Za-z0-9._]*(?:/[A-Za-z0-9][-A-Za-z0-9._]*)?"
-#: Pods that one fleet may have.
-MAX_REPLICAS = 1_000
+#: Pods that one fleet may have. The status has an entry for each, of up to 4 KB with the fields' managers, and vectors
+#: beside: with more of them etcd could refuse it, and nothing would be evicted or rolled back.
+MAX_REPLICAS = 256
 
 
 def _nodes(spec: str) -> str:
@@ -116,7 +117,7 @@ class FleetSpec(ApiModel):
     """Secrets with credentials for the registry."""
     replicas: Annotated[Int32, Field(ge=0, le=MAX_REPLICAS)] = 1
     """Number of replicas: pods, or groups of `parallelism.kubernetesNodes` pods. `kubectl scale` and autoscalers change
-    it."""
+    it. For more pods make another fleet: rounds take the pods of several by `selector`."""
     gpu: Gpu = Gpu()
     """The GPUs of each pod."""
     parallelism: Parallelism | None = None

@@ -77,6 +77,8 @@ class UpdateStatus(ApiModel):
     """Digest of the pods' template that the update is about."""
     canary: str = ""
     """Name of the pod that was replaced first."""
+    canary_node: str = ""
+    """Kubernetes node that this pod had before. Empty if it had none, or one that was not well."""
     canary_time: datetime | None = None
     """Since when the canary may be created: a pod was evicted for it. Not set while that pod has yet to end."""
     good_revision: str = ""

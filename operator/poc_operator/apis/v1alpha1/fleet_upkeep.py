@@ -3,11 +3,22 @@
 
 from datetime import datetime
 from enum import StrEnum
+from functools import partial
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from poc_operator.apis.v1alpha1.schema import ApiModel, Int32, Int64, ListMap, Message, Open, Rule
+from poc_operator.apis.v1alpha1.schema import (
+    ERROR_BYTES,
+    ApiModel,
+    Int32,
+    Int64,
+    ListMap,
+    Message,
+    Open,
+    Rule,
+    shorten,
+)
 from poc_operator.apis.v1alpha1.validation import StatTest
 
 #: Nonces of a self-check unless the spec says otherwise. With the network's thresholds, 7 mismatches of 32 fail.
@@ -99,24 +110,28 @@ class CheckResult(StrEnum):
     FAILED = "Failed"
 
 
+#: What a pod tells of its server, cut when it is read, so that two fingerprints compare as they are stored.
+_Told = Annotated[str, AfterValidator(partial(shorten, limit=ERROR_BYTES))]
+
+
 class Fingerprint(ApiModel):
     """What a pod's results depend on, as far as it tells. Empty where it does not."""
 
-    gpu: str = ""
+    gpu: _Told = ""
     """Product of the GPUs."""
-    driver: str = ""
+    driver: _Told = ""
     """Version of their driver."""
-    vllm: str = ""
+    vllm: _Told = ""
     """Version of vLLM."""
-    attention: str = ""
+    attention: _Told = ""
     """vLLM's name of the kernels for attention."""
-    experts: str = ""
+    experts: _Told = ""
     """vLLM's name of the kernels for experts."""
-    flags: str = ""
+    flags: _Told = ""
     """vLLM's further flags that may change results, as they took effect."""
-    batch: str = ""
+    batch: _Told = ""
     """Nonces of the check that a forward pass has by vLLM's limits. One that the pod has tuned may have others."""
-    details: str = ""
+    details: _Told = ""
     """More that tells servers apart: dtype, KV cache, quantization, and whose forward pass it is."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.fleet import MAX_REPLICAS, PoCFleet
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, WORKER_LABELS, Resource
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import MAX_SLOTS, PoCRound
@@ -101,8 +101,8 @@ def test_the_pods_are_those_with_the_fleets_label() -> None:
         (4, {"first": 0, "last": 2, "count": 3}, 2),
         (4, {"first": 0, "last": 0, "count": 1, "groups": 2}, 2),
         (0, {"first": 0, "last": 0, "count": 1}, None),
-        (1000, {"first": 0, "last": 1999, "count": 2000}, 1),
-        (1000, {"first": 0, "last": MAX_SLOTS - 1, "count": MAX_SLOTS}, 1),
+        (MAX_REPLICAS, {"first": 0, "last": 1999, "count": 2000}, 1),
+        (MAX_REPLICAS, {"first": 0, "last": MAX_SLOTS - 1, "count": MAX_SLOTS}, 1),
     ],
 )
 def test_a_rounds_groups_follow_the_size_that_the_fleet_is_to_have(

@@ -36,6 +36,7 @@ STARTUP = 15
 LIMIT = 60
 REPLICAS = 4
 MOST = 6
+NO_ROOM = "0/4 nodes are available: 1 node(s) were unschedulable, 3 Insufficient nvidia.com/gpu."
 
 
 @dataclass
@@ -48,6 +49,8 @@ class Pod:
     started: datetime  # its container; anew when its Kubernetes node is back
     taken: datetime | None  # by the kubelet
     broken: bool = False  # a new one works
+    hangs: bool = False  # while it loads; a new one works
+    homeless: bool = False
     restarts: int = 0
     ends: bool = False
 
@@ -66,6 +69,7 @@ class World:
     pods: dict[int, Pod] = field(default_factory=dict)
     rounds: dict[str, dict[str, Any]] = field(default_factory=dict)
     nodes: dict[int, KubernetesNode] = field(default_factory=dict)  # one for each number of a pod
+    cordoned: set[int] = field(default_factory=set)  # numbers whose Kubernetes nodes take no new pods, nor any other
     replicas: int = REPLICAS
     made: int = 0
     broke: bool = False
@@ -87,12 +91,12 @@ class World:
         return self.bad.get(self.value_of(pod.revision), "")
 
     def node_of(self, number: int) -> KubernetesNode:
-        return self.nodes.get(number, KubernetesNode(ready=True, since=NOW))
+        return self.nodes.get(number, KubernetesNode(ready=True, since=NOW, cordoned=number in self.cordoned))
 
     def ready(self, number: int) -> bool:
         pod = self.pods[number]
         old = self.now - pod.started >= timedelta(seconds=STARTUP)
-        works = not pod.broken and self.fault_of(pod) != "crashes"
+        works = not pod.broken and not pod.hangs and self.fault_of(pod) != "crashes"
         return old and works and pod.taken is not None and self.node_of(number).ready
 
     def view(self, number: int, pod: Pod) -> PodView:
@@ -104,12 +108,18 @@ class World:
             uid=pod.uid,
             labels={FLEET_LABEL: "demo", REVISION_LABEL: pod.revision},
             ready=ready,
-            waiting_for="" if ready else "CrashLoopBackOff" if crashes else "ContainersNotReady",
+            waiting_for=""
+            if ready
+            else "CrashLoopBackOff"
+            if crashes
+            else NO_ROOM
+            if pod.homeless
+            else "ContainersNotReady",
             containers=[Container(id=f"{pod.uid}#{pod.restarts}", restarts=pod.restarts)],
-            node=f"node-{number}",
+            node="" if pod.homeless else f"node-{number}",
             terminating=pod.ends,
             created=pod.created,
-            scheduled=pod.created,
+            scheduled=None if pod.homeless else pod.created,
             taken=pod.taken,
             ready_since=pod.started + timedelta(seconds=STARTUP) if ready else None,
         )
@@ -136,8 +146,9 @@ class World:
             # The StatefulSet tries for ever, and again with another template.
             if number not in self.pods and self.bad.get(self.value_of(newest)) != "is refused":
                 self.made += 1
-                taken = self.now if self.node_of(number).ready else None
-                self.pods[number] = Pod(f"u{self.made}", newest, self.now, self.now, taken)
+                homeless = number in self.cordoned
+                taken = self.now if self.node_of(number).ready and not homeless else None
+                self.pods[number] = Pod(f"u{self.made}", newest, self.now, self.now, taken, homeless=homeless)
 
     def end(self, number: int) -> None:
         """Delete a pod. One whose kubelet is away ends when that is back."""
@@ -359,6 +370,46 @@ def test_a_good_template_is_not_blamed_for_kubernetes_nodes(absences: list[tuple
     assert "Failed" not in world.phases
     assert {world.value_of(pod.revision) for pod in world.pods.values()} == {"v1"}
     assert world.status["update"]["phase"] == "Complete"
+
+
+@given(
+    what=st.sampled_from(["gets no Kubernetes node", "never comes up", "lost its Kubernetes node"]),
+    number=st.integers(0, REPLICAS - 1),
+    turn=st.integers(0, 40),
+    limit=st.integers(2, 3),
+    ends=st.integers(0, 80),
+)
+@settings(max_examples=HISTORIES // 4, deadline=None)
+@example(what="gets no Kubernetes node", number=REPLICAS - 1, turn=0, limit=2, ends=0)
+@example(what="gets no Kubernetes node", number=REPLICAS - 1, turn=6, limit=2, ends=0)
+@example(what="lost its Kubernetes node", number=REPLICAS - 1, turn=0, limit=2, ends=0)
+def test_an_update_to_a_good_template_ends_whatever_happens_to_one_pod(
+    what: str, number: int, turn: int, limit: int, ends: int
+) -> None:
+    """It does so between rounds. A pod that cannot end, with its Kubernetes node, keeps what it has."""
+    world = prepared({"strategy": "BetweenRounds", "maxUnavailable": limit, "canary": True}, {})
+    world.begin_round([])
+    for now in range(CALM):
+        if now == turn:
+            strike(world, what, number)
+        if now == 5:
+            world.value = "v1"
+        if now == ends:
+            world.end_rounds()
+        world.turn()
+    assert {world.value_of(pod.revision) for pod in world.pods.values() if not pod.ends} == {"v1"}
+    assert all(world.ready(other) for other in world.pods if other != number)
+
+
+def strike(world: World, what: str, number: int) -> None:
+    """Let something happen to one pod that is for good."""
+    if what == "gets no Kubernetes node":
+        world.cordoned.add(number)
+        world.pods.pop(number, None)
+    elif what == "lost its Kubernetes node":
+        world.turn_node(number)
+    elif number in world.pods:
+        world.pods[number].hangs = world.fault_of(world.pods[number]) == "" and world.value == "v0"
 
 
 @given(how=st.sampled_from(["crashes", "computes wrong vectors"]), limit=st.integers(1, 3), ends=st.booleans())
