@@ -16,7 +16,7 @@
      ├── ObjectInvalid     the API server refused the object's content, and says why
      └── StoreUnavailable the API server did not answer, or not as expected: try again later
           ├── StoreForbidden  it refused, since the operator lacks the right
-          └── EvictionRefused it refused for now, since a PodDisruptionBudget protects the pod
+          └── EvictionRefused it refused for now, as when a PodDisruptionBudget protects the pod
     UnreadableObject       no failed request: the object is not what the CRD allows, and stays so
 """
 

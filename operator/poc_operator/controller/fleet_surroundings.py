@@ -6,6 +6,7 @@ does.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ from poc_operator.clients.errors import StoreForbidden
 from poc_operator.clients.kube.fleet_objects import FleetObjects
 from poc_operator.fleets.plan import Key, key_of
 from poc_operator.fleets.render import claim_of
-from poc_operator.fleets.resolve import TOKEN_SECRET, Presets, Surroundings, packaged, with_config_maps
+from poc_operator.fleets.resolve import TOKEN_SECRET, Invalid, Presets, Surroundings, packaged, with_config_maps
 from poc_operator.fleets.stages import Nodes
 from poc_operator.observed import KubernetesNode, PodView
+
+log = logging.getLogger(__name__)
 
 #: Seconds between two looks at presets, products, tokens, and at what the cluster knows.
 SURROUNDINGS_SECONDS = 60.0
@@ -91,6 +94,9 @@ class FleetSurroundings:
         self._options = options
         self._clock = clock
         self._presets: tuple[float, Presets] = (float("-inf"), packaged())
+        #: Whether ConfigMaps with presets were ever read, and why they cannot be now.
+        self._presets_read = False
+        self._presets_refused = ""
         self._products: tuple[float, list[str] | None] = (float("-inf"), None)
         self._pod_monitors: tuple[float, bool] = (float("-inf"), False)
         self._groups: tuple[float, bool] = (float("-inf"), False)
@@ -104,7 +110,7 @@ class FleetSurroundings:
         now = self._clock()
         has_preset = fleet.spec.model.preset is not None
         if has_preset and now - self._presets[0] >= SURROUNDINGS_SECONDS:
-            self._presets = (now, with_config_maps(await self._objects.presets()))
+            self._presets = (now, await self._read_presets())
         # Also with a product in the spec, which may be a part of one: whether it is must not depend on other fleets.
         if has_preset and now - self._products[0] >= SURROUNDINGS_SECONDS:
             found = await self._objects.products()
@@ -114,7 +120,7 @@ class FleetSurroundings:
         if fleet.spec.kubernetes_nodes > 1 and now - self._groups[0] >= SURROUNDINGS_SECONDS:
             self._groups = (now, await self._objects.leader_worker_sets())
         return Surroundings(
-            presets=self._presets[1],
+            presets=self._presets_for(fleet),
             products=self._products[1],
             image=self._options.image,
             token_secret=self._options.token_secret,
@@ -122,6 +128,31 @@ class FleetSurroundings:
             pod_monitors=self._pod_monitors[1],
             leader_worker_sets=self._groups[1],
         )
+
+    async def _read_presets(self) -> Presets:
+        """Return all presets: without the right to read ConfigMaps they stay as they were, since those of the package
+        may be others. StoreError if they cannot be read."""
+        try:
+            found = with_config_maps(await self._objects.presets())
+        except StoreForbidden as error:
+            if not self._presets_refused:
+                stay = "presets stay as they were read last" if self._presets_read else "no fleet that runs is changed"
+                log.warning("ConfigMaps with presets cannot be read (%s): %s", error, stay)
+            self._presets_refused = str(error)
+            return self._presets[1]
+        self._presets_read, self._presets_refused = True, ""
+        return found
+
+    def _presets_for(self, fleet: PoCFleet) -> Presets:
+        """Return the presets that a fleet may use. What pods run by may come from a ConfigMap that was never read."""
+        name, presets = fleet.spec.model.preset, self._presets[1]
+        if self._presets_read or not self._presets_refused or name is None or not fleet.status.update_revision:
+            return presets
+        why = (
+            f"the operator may not read ConfigMaps, which may have another one ({self._presets_refused}): install the "
+            "chart with fleets.enabled=true"
+        )
+        return {**presets, name: Invalid(why)}
 
     async def nodes(self, fleet: PoCFleet, pods: Collection[PodView]) -> Nodes:
         """Return the Kubernetes nodes of pods that are not ready, and the canary's, while pods have several templates.

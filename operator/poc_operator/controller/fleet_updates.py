@@ -17,7 +17,7 @@ from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation
-from poc_operator.clients.errors import EvictionRefused, PodError, StaleObject, StoreForbidden
+from poc_operator.clients.errors import EvictionRefused, PodError, StaleObject, StoreError, StoreForbidden
 from poc_operator.clients.kube.objects import ObjectStore, is_gone
 from poc_operator.clients.pods.client import ClientOf, base_url
 from poc_operator.controller.logs import ObjectLogger
@@ -127,16 +127,23 @@ class Evictor:
     async def evict(self, fleet: PoCFleet, evictions: Sequence[Eviction], labels: Labels) -> None:
         """Evict pods, except those that are needed after all. StoreError if the API server cannot be asked.
 
-        ``labels`` are those by which work may select the fleet's pods.
+        ``labels`` are those by which work may select the fleet's pods. An eviction that fails keeps no other pod.
         """
+        failed: StoreError | None = None
         for eviction in evictions:
             # Each time anew: what came before took its time.
             why = await self._needed(fleet, eviction, labels)
             if why is None:
-                why = await self._evict(eviction.pod)
+                try:
+                    why = await self._evict(eviction.pod)
+                except StoreError as error:
+                    failed = failed or error
+                    continue
                 self._note(eviction.pod, why)
             if why is not None:
                 self._busy[eviction.pod.uid] = (why, self._clock() + BUSY_SECONDS)
+        if failed is not None:
+            raise failed
 
     def _note(self, pod: PodView, refusal: str | None) -> None:
         """Remember why the API server does not evict a pod, and log it once: a budget may refuse for minutes."""

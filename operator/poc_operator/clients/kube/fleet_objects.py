@@ -218,12 +218,9 @@ class FleetObjects:
         return next(iter(page.get("items") or ()), None)
 
     async def presets(self) -> list[tuple[str, str, str]]:
-        """Return the entries of ConfigMaps with presets, as (ConfigMap, key, text); none if it may not read them."""
+        """Return the entries of ConfigMaps with presets, as (ConfigMap, key, text). StoreForbidden if it may not."""
         path = f"/api/v1/namespaces/{self._namespace}/configmaps"
-        try:
-            found = await self._list_pages(path, PRESETS_SELECTOR)
-        except StoreForbidden:
-            return []
+        found = await self._list_pages(path, PRESETS_SELECTOR)
         return [
             (body["metadata"]["name"], key, text) for body in found for key, text in (body.get("data") or {}).items()
         ]

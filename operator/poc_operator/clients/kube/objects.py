@@ -216,7 +216,8 @@ class ObjectStore:
     async def evict_pod(self, pod: PodView) -> None:
         """Let the API server evict the pod; nothing happens if it is gone.
 
-        StaleObject if it was replaced by another of its name, EvictionRefused while a PodDisruptionBudget protects it.
+        StaleObject if it was replaced by another of its name. EvictionRefused while a PodDisruptionBudget protects it,
+        or if it has two of them, or if the API server refuses the request for another reason.
         """
         options = client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=pod.uid))
         metadata = client.V1ObjectMeta(name=pod.name, namespace=pod.namespace)
@@ -229,10 +230,18 @@ class ObjectStore:
                     _request_timeout=REQUEST_SECONDS,
                 )
             except ApiException as error:
-                if error.status == HTTPStatus.TOO_MANY_REQUESTS:
-                    message = told_by(error.body).get("message", f"HTTP {error.status}: {error.reason}")
-                    raise EvictionRefused(str(message)) from error
+                message = str(told_by(error.body).get("message", f"HTTP {error.status}: {error.reason}"))
+                if _refuses_eviction(error.status, message):
+                    raise EvictionRefused(message) from error
                 raise
+
+
+def _refuses_eviction(status: int | None, message: str) -> bool:
+    """Whether the API server has understood the request to evict a pod, and does not do it for now."""
+    if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY):
+        return True
+    # A pod with two budgets is no fault of the API server, though it answers so.
+    return status == HTTPStatus.INTERNAL_SERVER_ERROR and "PodDisruptionBudget" in message
 
 
 async def is_gone(store: ObjectStore, pod: PodView) -> bool:

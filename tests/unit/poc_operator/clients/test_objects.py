@@ -320,6 +320,23 @@ async def test_an_eviction_that_is_refused(
     assert error is not EvictionRefused or str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (500, "This pod has more than one PodDisruptionBudget, which the eviction subresource does not support."),
+        (400, "name in URL does not match name in Eviction object"),
+        (422, "the pod is mirrored"),
+    ],
+)
+async def test_an_eviction_that_is_no_fault_of_the_api_server_is_refused_in_its_words(
+    api: tuple[Api, ObjectStore], code: int, message: str
+) -> None:
+    server, store = api
+    server.eviction = (code, {"kind": "Status", "status": "Failure", "code": code, "message": message})
+    with pytest.raises(EvictionRefused, match=message):
+        await store.evict_pod(a_pod("a"))
+
+
 def test_what_is_unset_within_an_object_is_deleted_too() -> None:
     """Else the percent of one download would stand beside the next, and differ from what is wanted at every turn."""
     patch = merge_patch(FleetStatus(download=Download(job="download-1", model="org/model")))

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_KIND
 from poc_operator.clients.errors import StoreForbidden
 from poc_operator.controller.fleet_surroundings import (
@@ -160,6 +161,63 @@ async def test_a_products_part_is_refused_whatever_other_fleets_there_are(others
     assert isinstance(found, Refusal)
     assert 'set gpu.product to "NVIDIA-H200"' in found.message
     assert cluster.asked == ["products"]
+
+
+OWN_PRESET = """
+name: qwen3-0.6b
+model: own/model
+seqLen: 64
+kDim: 12
+gpus: [{product: any, count: 1, tensor: 1}]
+"""
+
+
+class OwnPresets(Products):
+    """A cluster with a ConfigMap that replaces a packaged preset, and perhaps without the right to read it."""
+
+    def __init__(self, *, refused: bool = False) -> None:
+        super().__init__()
+        self.refused = refused
+
+    async def presets(self) -> list[Any]:
+        if self.refused:
+            raise StoreForbidden("HTTP 403: Forbidden")
+        return [("presets", "qwen3-0.6b.yaml", OWN_PRESET)]
+
+
+async def _model(around: FleetSurroundings, fleet: PoCFleet) -> str:
+    found = resolve(fleet.spec, await around.of(fleet))
+    return found.message if isinstance(found, Refusal) else found.model
+
+
+async def test_presets_that_may_not_be_read_any_more_are_those_of_before(caplog: pytest.LogCaptureFixture) -> None:
+    cluster, now = OwnPresets(), 0.0
+    around = FleetSurroundings(cast(Any, cluster), FleetOptions(image="a"), lambda: now)
+    fleet = a_fleet(model={"preset": "qwen3-0.6b"})
+    assert await _model(around, fleet) == "own/model"
+    cluster.refused = True
+    for _ in range(3):
+        now += SURROUNDINGS_SECONDS
+        assert await _model(around, fleet) == "own/model"
+    assert [one.getMessage() for one in caplog.records] == [
+        "ConfigMaps with presets cannot be read (HTTP 403: Forbidden): presets stay as they were read last"
+    ]
+
+
+async def test_presets_that_may_not_be_read_at_the_start_change_no_fleet_that_runs() -> None:
+    """A packaged preset need not be the one that its pods have."""
+    cluster, now = OwnPresets(refused=True), 0.0
+    around = FleetSurroundings(cast(Any, cluster), FleetOptions(image="a"), lambda: now)
+    runs = a_fleet(model={"preset": "qwen3-0.6b"}, status={"updateRevision": "demo-1"})
+    assert await _model(around, runs) == (
+        'preset "qwen3-0.6b" cannot be used: the operator may not read ConfigMaps, which may have another one '
+        "(HTTP 403: Forbidden): install the chart with fleets.enabled=true"
+    )
+    # Nothing changes for one that is new, or that names a path.
+    assert await _model(around, a_fleet(model={"preset": "qwen3-0.6b"})) == "Qwen/Qwen3-0.6B"
+    cluster.refused = False
+    now += SURROUNDINGS_SECONDS
+    assert await _model(around, runs) == "own/model"
 
 
 async def test_nobody_asks_for_products_for_a_path() -> None:

@@ -56,10 +56,11 @@ def body(
 
 @dataclass
 class Store:
-    """Objects by kind, what an eviction raises, and the pods that were evicted."""
+    """Objects by kind, what an eviction raises, of all pods or by their uids, and the pods that were evicted."""
 
     bodies: dict[str, list[Any]] = field(default_factory=dict)
     fault: Exception | None = None
+    faults: dict[str, Exception] = field(default_factory=dict)
     evicted: list[str] = field(default_factory=list)
     found: PodView | None = None
 
@@ -74,8 +75,8 @@ class Store:
         return self.found
 
     async def evict_pod(self, pod: PodView) -> None:
-        if self.fault is not None:
-            raise self.fault
+        if (fault := self.faults.get(pod.uid, self.fault)) is not None:
+            raise fault
         self.evicted.append(pod.uid)
 
 
@@ -211,6 +212,15 @@ async def test_an_absent_api_server_is_told() -> None:
     evictor, _ = an_evictor(Store(fault=StoreUnavailable("away")))
     with pytest.raises(StoreUnavailable):
         await evictor.evict(a_fleet(), [Eviction(POD, Spares.WORK)], LABELS)
+
+
+async def test_a_pod_whose_eviction_fails_keeps_no_other() -> None:
+    store = Store(faults={"u1": StoreUnavailable("HTTP 500")})
+    evictor, _ = an_evictor(store)
+    both = [Eviction(POD, Spares.NOTHING), Eviction(replace(POD, name="demo-2", uid="u2"), Spares.NOTHING)]
+    with pytest.raises(StoreUnavailable, match="HTTP 500"):
+        await evictor.evict(a_fleet(), both, LABELS)
+    assert (store.evicted, evictor.evicted) == (["u2"], {"u2"})
 
 
 def test_work_is_known_until_it_is_gone() -> None:
