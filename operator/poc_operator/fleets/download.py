@@ -4,7 +4,8 @@
 One Job for each model, revision and PVC does it, with the pods' own image, variables and volumes, and where the pods
 may run. Until it has succeeded the StatefulSet stays as it is, or does not exist yet. That it has is recorded: the Job
 itself is deleted by Kubernetes after a while, and one that failed is then made anew. What it has downloaded is in one
-PVC: another one of its name is empty, so the model is downloaded again.
+PVC: another one of its name is empty, so the model is downloaded again. The last models that were downloaded before are
+recorded too: who goes back to one of them asks no hub.
 
 The template of a Job never changes. So one that has not succeeded is deleted when the spec asks for another template,
 and made anew when it is gone. What it has downloaded stays in the PVC, and the next one goes on from there. A Job that
@@ -14,12 +15,12 @@ nothing asks for any more, as that of an earlier model, is deleted too.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
-from poc_operator.apis.v1alpha1.fleet_upkeep import Download, DownloadState
+from poc_operator.apis.v1alpha1.fleet_upkeep import MAX_EARLIER, Download, DownloadedModel, DownloadState
 from poc_operator.apis.v1alpha1.meta import DOWNLOAD_LABEL
 from poc_operator.fleets.merge import PatchError
 from poc_operator.fleets.render import CONTAINER, HASH, Object, claim_of, object_of, pod_template
@@ -119,7 +120,42 @@ def download(
     if not fleet.spec.cache.download:
         return DownloadStep(record=None)
     name, told = job_name(fleet, resolved), fleet.status.download
-    old = told if told is not None and told.job == name else None
+    known = _downloaded(told)
+    old = told if told is not None and told.job == name else _again(known.pop(name, None))
+    step = _step(fleet, resolved, around, job, seen, old)
+    if step.record is None:
+        return step
+    earlier = [one for one in known.values() if one.job != name][-MAX_EARLIER:]
+    return replace(step, record=step.record.model_copy(update={"earlier": earlier}))
+
+
+def _downloaded(told: Download | None) -> dict[str, DownloadedModel]:
+    """Return the models that were downloaded, by the names of their Jobs, the last one at the end."""
+    if told is None:
+        return {}
+    found = {one.job: one for one in told.earlier}
+    if told.state is DownloadState.DOWNLOADED:
+        found[told.job] = DownloadedModel(job=told.job, model=told.model, claim=told.claim)
+    return found
+
+
+def _again(one: DownloadedModel | None) -> Download | None:
+    """Return the record of a model that was downloaded before."""
+    if one is None:
+        return None
+    return Download(job=one.job, model=one.model, claim=one.claim, state=DownloadState.DOWNLOADED, percent=100)
+
+
+def _step(
+    fleet: PoCFleet,
+    resolved: Resolved,
+    around: Surroundings,
+    job: Mapping[str, Any] | None,
+    seen: DownloadSeen,
+    old: Download | None,
+) -> DownloadStep:
+    """Return what to do about the download, of which ``old`` was recorded."""
+    name = job_name(fleet, resolved)
     lost = old is not None and _is_in_another(old, seen)
     # A Job that goes on while its PVC is lost has filled that one.
     claim = old.claim if old is not None and old.claim and (job is not None or not lost) else seen.claim or ""

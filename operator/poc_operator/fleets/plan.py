@@ -194,14 +194,19 @@ def plan(seen: FleetSnapshot) -> FleetStep:
 def _update(seen: FleetSnapshot, wanted: _Wanted, asked: Object | None, *, settled: bool) -> UpdateStep:
     """Return the next step of the update, or of the one before while a new template waits for its model.
 
-    The end of that one is not the end of the new one.
+    The end of that one is not the end of the new one. Nobody leaves for a template that the spec does not ask for any
+    more, but for the good one on the way back.
     """
-    step = plan_update(_update_seen(seen, asked, settled=settled))
-    if asked is not None or step.status.phase not in (UpdatePhase.COMPLETE, UpdatePhase.WAITING):
-        return step
-    if step.status.digest in ("", digest_of(wanted.asked)):
+    step, old = plan_update(_update_seen(seen, asked, settled=settled)), seen.fleet.status.update
+    if asked is not None:
         return step
     message = f"0 of {seen.fleet.spec.replicas} pods are updated; waiting for the download of the model"
+    if step.evict and step.status.phase is not UpdatePhase.FAILED:
+        stays = {"message": message, "canary": old.canary, "canary_time": old.canary_time}
+        return replace(step, evict=(), status=step.status.model_copy(update=stays))
+    over = step.status.phase in (UpdatePhase.COMPLETE, UpdatePhase.WAITING)
+    if not over or step.status.digest in ("", digest_of(wanted.asked)):
+        return step
     return replace(step, status=step.status.model_copy(update={"phase": UpdatePhase.WAITING, "message": message}))
 
 

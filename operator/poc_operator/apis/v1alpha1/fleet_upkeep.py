@@ -27,6 +27,8 @@ CHECK_NONCES = 32
 CHECK_SEQ_LEN, CHECK_K_DIM = 256, 12
 #: Numbers that all vectors of a check may have together: the status has them, 3 bytes each.
 MAX_CHECK_NUMBERS = 65_536
+#: Models beside the present one that a fleet remembers as downloaded.
+MAX_EARLIER = 4
 
 
 class UpdateStrategy(StrEnum):
@@ -184,6 +186,17 @@ class DownloadState(StrEnum):
     FAILED = "Failed"
 
 
+class DownloadedModel(ApiModel):
+    """A model that the cache has beside the present one."""
+
+    job: str
+    """Name of the Job that downloaded it."""
+    model: str
+    """Hub id of the model."""
+    claim: str = ""
+    """UID of the PVC that has it. Empty if it is not known."""
+
+
 class Download(ApiModel):
     """The download of a model into the cache."""
 
@@ -199,6 +212,10 @@ class Download(ApiModel):
     """Percent of the bytes that are there. None if its pod does not tell."""
     message: Message = ""
     """Why it failed, in the container's words."""
+    earlier: Annotated[list[DownloadedModel], Field(max_length=MAX_EARLIER), ListMap(("job",))] = Field(
+        default_factory=list
+    )
+    """Models that were downloaded before, the last ones. A spec that goes back to one of them waits for no download."""
 
 
 class Restart(ApiModel):

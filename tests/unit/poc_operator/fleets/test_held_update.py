@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates while another model is downloaded: what the spec does not ask for any more reaches no further pod."""
+
+from typing import Any
+
+import pytest
+
+from poc_operator.fleets.download import DownloadSeen
+from poc_operator.fleets.plan import FleetStep
+from poc_operator.observed import PodView
+from tests.unit.poc_operator.fleets.test_download import DONE, FAILED, RUNNING, World
+
+SET = ("StatefulSet", "demo")
+REVISIONS = {"org/v1": "r1", "org/v2": "r2", "org/v3": "r3"}
+
+
+class Fleet(World):
+    """Four pods, which all have v1, and a StatefulSet whose revisions follow its model."""
+
+    def __init__(self, **spec: Any) -> None:  # noqa: ANN401
+        super().__init__(replicas=4, selfCheck={"enabled": False}, model={"path": "org/v1"}, **spec)
+        self.templates: dict[str, Any] = {}
+        self.turn()
+        self.job(DONE)
+        self.turn()
+        self.run(["r1"] * 4)
+        self.turn()
+        assert self.status["update"]["goodRevision"] == "r1"
+
+    def turn(self, **seen: Any) -> FleetStep:  # noqa: ANN401
+        good = ((self.status or {}).get("update") or {}).get("goodRevision", "")
+        step = super().turn(good_template=self.templates.get(good), **{"download": DownloadSeen(claim="pvc"), **seen})
+        if SET in self.objects:
+            revision = REVISIONS[str(self.served())]
+            self.templates[revision] = self.objects[SET]["spec"]["template"]
+            self.objects[SET]["status"] = {"updateRevision": revision, "observedGeneration": 1}
+        return step
+
+    def run(self, revisions: list[str], *, crashes: tuple[int, ...] = ()) -> None:
+        self.pods = [
+            PodView(
+                name=f"demo-{number}",
+                namespace="ns",
+                uid=f"{number}-{revision}",
+                labels={"poc.gonka.ai/fleet": "demo", "controller-revision-hash": revision},
+                ready=number not in crashes,
+                waiting_for="CrashLoopBackOff" if number in crashes else "",
+                node="n",
+            )
+            for number, revision in enumerate(revisions)
+        ]
+
+    def ask(self, model: str) -> None:
+        self.spec["model"] = {"path": model}
+        self.turn()
+
+    def forget_jobs(self) -> None:
+        """Let Kubernetes delete Jobs that have ended."""
+        self.objects = {key: body for key, body in self.objects.items() if key[0] != "Job"}
+
+    def roll(self) -> None:
+        """Let v2 be on two pods, which work."""
+        self.ask("org/v2")
+        self.job(DONE)
+        self.turn()
+        self.run(["r1", "r1", "r1", "r2"])
+        self.turn()
+        self.run(["r1", "r1", "r2", "r2"])
+        assert self.turn().status.update.phase == "Rolling"
+
+
+def names(step: FleetStep) -> list[str]:
+    return [one.pod.name for one in step.evict]
+
+
+def test_who_goes_back_to_a_model_waits_for_no_download() -> None:
+    fleet = Fleet()
+    fleet.forget_jobs()
+    fleet.roll()
+    fleet.forget_jobs()
+    fleet.ask("org/v1")
+    assert (fleet.jobs(), fleet.served()) == ([], "org/v1")
+    step = fleet.turn()
+    assert names(step)[0] in ("demo-2", "demo-3"), "a pod with v2"
+    # Both are there, whichever the spec asks for.
+    fleet.ask("org/v2")
+    assert (fleet.jobs(), fleet.served()) == ([], "org/v2")
+
+
+def test_a_download_that_fails_keeps_nobody_from_going_back_and_growing() -> None:
+    fleet = Fleet()
+    fleet.forget_jobs()
+    fleet.ask("org/v2")
+    fleet.job(FAILED)
+    assert fleet.turn().status.reason == "DownloadFailed"
+    fleet.spec["replicas"] = 5
+    fleet.ask("org/v1")
+    assert fleet.status["download"]["state"] == "Downloaded"
+    assert (fleet.served(), fleet.objects[SET]["spec"]["replicas"]) == ("org/v1", 5)
+
+
+@pytest.mark.parametrize("claim", ["another", ""])
+def test_an_earlier_model_whose_pvc_is_gone_is_downloaded_again(claim: str) -> None:
+    fleet = Fleet()
+    fleet.forget_jobs()
+    fleet.roll()
+    fleet.forget_jobs()
+    fleet.spec["model"] = {"path": "org/v1"}
+    fleet.turn(download=DownloadSeen(claim=claim))
+    assert (len(fleet.jobs()), fleet.served()) == (1, "org/v2")
+
+
+def test_no_more_models_are_remembered_than_may_be() -> None:
+    fleet = Fleet()
+    for number in range(9):
+        fleet.spec["engineArgs"] = [f"--revision={number}"]
+        fleet.turn()
+        fleet.job(DONE)
+        fleet.turn()
+        fleet.forget_jobs()
+    assert len(fleet.status["download"]["earlier"]) == 4
+
+
+@pytest.mark.parametrize("state", [RUNNING, FAILED], ids=["running", "failed"])
+def test_nobody_is_evicted_for_a_template_that_the_spec_does_not_ask_for_any_more(state: dict[str, Any]) -> None:
+    fleet = Fleet()
+    fleet.roll()
+    fleet.ask("org/v3")
+    fleet.job(state)
+    for _ in range(3):
+        step = fleet.turn()
+        assert (names(step), fleet.served()) == ([], "org/v2")
+        assert step.status.update.message.endswith("waiting for the download of the model")
+    fleet.job(DONE)
+    fleet.turn()
+    assert fleet.served() == "org/v3"
+    assert len(names(fleet.turn())) == 1
