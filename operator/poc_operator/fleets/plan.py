@@ -174,7 +174,7 @@ def plan(seen: FleetSnapshot) -> FleetStep:
         status = parts.status(wanted, fleet.status.download, fleet.status.update)
         return FleetStep(status=status, checks=checked.asks, evict=hung, events=others)
     asked = _workload(wanted.objects)
-    apply = [body for body in _held(seen, _with_good_template(seen, wanted.objects)) if _differs(seen, body)]
+    apply = [body for body in _held(seen, _with_good_template(seen, wanted)) if _differs(seen, body)]
     update = _update(seen, wanted, asked, settled=seen.is_observed and _workload(apply) is None)
     # One after the other: a hung pod is away as well.
     outdated = update.evict if seen.refused is None and not hung else ()
@@ -240,18 +240,20 @@ def _with_partition(seen: FleetSnapshot, body: Object) -> Object:
     return signed(with_partition(body, partition))
 
 
-def _with_good_template(seen: FleetSnapshot, wanted: Sequence[Object]) -> Sequence[Object]:
+def _with_good_template(seen: FleetSnapshot, wanted: _Wanted) -> Sequence[Object]:
     """Return what is to be applied: if the template has failed, the last good one stands in the workload.
 
-    While that cannot be read, the workload stays as it is, unless there is nothing to go back to.
+    While that cannot be read, the workload stays as it is, unless there is nothing to go back to. While the workload
+    waits for a download, what counts is the template of the update before: pods that are lost come back with it.
     """
-    asked, old, checks_pods = _workload(wanted), seen.fleet.status.update, seen.fleet.spec.self_check.enabled
-    if asked is None or not old.good_revision or failed_as(old, digest_of(asked), checks_pods=checks_pods) is None:
-        return wanted
-    if _is_good_one_lost(seen, asked):
-        return wanted
-    others = [body for body in wanted if body is not asked]
-    return [*others, with_template(asked, seen.good_template)] if seen.good_template is not None else others
+    asked, old, checks_pods = _workload(wanted.objects), seen.fleet.status.update, seen.fleet.spec.self_check.enabled
+    digest = digest_of(asked) if asked is not None else old.digest
+    if not old.good_revision or failed_as(old, digest, checks_pods=checks_pods) is None:
+        return wanted.objects
+    if _is_good_one_lost(seen, wanted.asked):
+        return wanted.objects
+    others = [body for body in wanted.objects if body is not asked]
+    return [*others, with_template(wanted.asked, seen.good_template)] if seen.good_template is not None else others
 
 
 def _is_good_one_lost(seen: FleetSnapshot, asked: Object) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from poc_operator.fleets.download import DownloadSeen
 from poc_operator.fleets.plan import FleetStep
 from poc_operator.observed import PodView
+from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.test_download import DONE, FAILED, RUNNING, World
 
 SET = ("StatefulSet", "demo")
@@ -29,7 +30,8 @@ class Fleet(World):
 
     def turn(self, **seen: Any) -> FleetStep:  # noqa: ANN401
         good = ((self.status or {}).get("update") or {}).get("goodRevision", "")
-        step = super().turn(good_template=self.templates.get(good), **{"download": DownloadSeen(claim="pvc"), **seen})
+        known = {"good_template": self.templates.get(good), "download": DownloadSeen(claim="pvc")}
+        step = super().turn(**{**known, **seen})
         if SET in self.objects:
             revision = REVISIONS[str(self.served())]
             self.templates[revision] = self.objects[SET]["spec"]["template"]
@@ -46,6 +48,7 @@ class Fleet(World):
                 ready=number not in crashes,
                 waiting_for="CrashLoopBackOff" if number in crashes else "",
                 node="n",
+                taken=NOW,
             )
             for number, revision in enumerate(revisions)
         ]
@@ -135,3 +138,43 @@ def test_nobody_is_evicted_for_a_template_that_the_spec_does_not_ask_for_any_mor
     fleet.turn()
     assert fleet.served() == "org/v3"
     assert len(names(fleet.turn())) == 1
+
+
+@pytest.mark.parametrize("state", [RUNNING, FAILED], ids=["running", "failed"])
+def test_a_canary_that_fails_while_a_model_is_downloaded_goes_back(state: dict[str, Any]) -> None:
+    fleet = Fleet()
+    fleet.ask("org/v2")
+    fleet.job(DONE)
+    fleet.turn()
+    assert names(fleet.turn()) == ["demo-3"]
+    fleet.run(["r1", "r1", "r1", "r2"], crashes=(3,))
+    fleet.ask("org/v3")
+    fleet.job(state)
+    assert fleet.status["update"]["phase"] == "Failed"
+    fleet.turn()
+    assert fleet.served() == "org/v1"
+    step = fleet.turn()
+    assert (names(step), step.status.update.phase) == (["demo-3"], "Failed")
+    fleet.run(["r1"] * 4)
+    step = fleet.turn()
+    assert (names(step), fleet.served(), step.apply) == ([], "org/v1", [])
+    assert "back at revision r1" in step.status.update.message
+    # The next template has its turn, and its canary, all the same.
+    fleet.job(DONE)
+    fleet.turn()
+    assert fleet.served() == "org/v3"
+    step = fleet.turn()
+    assert (names(step), step.status.update.phase) == (["demo-3"], "Canary")
+
+
+def test_a_good_template_that_is_gone_leaves_the_workload_as_it_is_during_a_download() -> None:
+    fleet = Fleet()
+    fleet.ask("org/v2")
+    fleet.job(DONE)
+    fleet.turn()
+    fleet.run(["r1", "r1", "r1", "r2"], crashes=(3,))
+    fleet.ask("org/v3")
+    assert fleet.status["update"]["phase"] == "Failed"
+    for _ in range(2):
+        step = fleet.turn(good_template=None)
+        assert (names(step), fleet.served()) == ([], "org/v2")
