@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One cluster for all tests; rounds that clean up after themselves."""
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +21,9 @@ from tests.support.patience import PATIENCE
 from tests.support.scopes import scheduling
 from tests.support.servers.api_server import ApiServer, api_server
 from tests.support.servers.cluster import deployed
+
+Plugin = Callable[..., str]
+_PLUGIN_SECONDS = 60
 
 #: The work of one process, and that of another. Modules with an API server share it, in the order of their names.
 THE_CLUSTER, THE_API_SERVER = "the cluster", "the API server"
@@ -77,3 +84,26 @@ def receiver() -> Iterator[Receiver]:
     """A callback receiver that pods can reach."""
     with receiving(HOST_ADDRESS) as own:
         yield own
+
+
+@pytest.fixture
+def plugin(kube: Kube, tmp_path: Path) -> Plugin:
+    """Run ``kubectl poc``, found by kubectl on its PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, call in (("kubectl-poc", "main"), ("kubectl_complete-poc", "complete")):
+        script = folder / name
+        script.write_text(f"#!{sys.executable}\nfrom poc_operator.cli.program import {call}\n{call}()\n")
+        script.chmod(0o755)
+    packages = os.pathsep.join(path for path in sys.path if path)
+    environment = {**kube.environment, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": packages}
+
+    def run(*words: str | Path, fails: bool | None = False) -> str:
+        argv = [kube.kubectl_path, "poc", *words]
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=PATIENCE * _PLUGIN_SECONDS, check=False, env=environment
+        )
+        assert fails is None or (done.returncode != 0) == fails, f"{done.stdout}\n{done.stderr}"
+        return done.stderr if fails else done.stdout
+
+    return run

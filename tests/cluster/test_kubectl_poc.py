@@ -3,11 +3,7 @@
 
 import base64
 import json
-import os
-import subprocess
-import sys
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,33 +12,10 @@ import yaml
 from hack.deploy.kube import Kube
 from hack.deploy.local import FLEET
 from hack.deploy.releases import NAMESPACE, SYSTEM_NAMESPACE
+from tests.cluster.conftest import Plugin
 from tests.cluster.objects import ARTIFACT, Rounds
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300, func_only=True)]
-
-Plugin = Callable[..., str]
-_SECONDS = 60
-
-
-@pytest.fixture
-def plugin(kube: Kube, tmp_path: Path) -> Plugin:
-    """Run ``kubectl poc``, found by kubectl on its PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name, call in (("kubectl-poc", "main"), ("kubectl_complete-poc", "complete")):
-        script = folder / name
-        script.write_text(f"#!{sys.executable}\nfrom poc_operator.cli.program import {call}\n{call}()\n")
-        script.chmod(0o755)
-    packages = os.pathsep.join(path for path in sys.path if path)
-    environment = {**kube.environment, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": packages}
-
-    def run(*words: str | Path, fails: bool | None = False) -> str:
-        argv = [kube.kubectl_path, "poc", *words]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_SECONDS, check=False, env=environment)
-        assert fails is None or (done.returncode != 0) == fails, f"{done.stdout}\n{done.stderr}"
-        return done.stderr if fails else done.stdout
-
-    return run
 
 
 def test_a_round_from_its_creation_to_its_results(plugin: Plugin, kube: Kube, rounds: Rounds, tmp_path: Path) -> None:

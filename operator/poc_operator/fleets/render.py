@@ -283,6 +283,8 @@ def _container(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Obj
         "readinessProbe": _probe(periodSeconds=5, timeoutSeconds=5, failureThreshold=3),
         "livenessProbe": _probe(periodSeconds=10, timeoutSeconds=10, failureThreshold=6),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        # Where it crashes, its last words stand in the pod's status, and so in the fleet's.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "resources": _resources(fleet, resolved),
         "volumeMounts": [
             {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108

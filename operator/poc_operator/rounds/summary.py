@@ -98,10 +98,21 @@ def _failed(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
 
 
 def _stalled(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
-    stalled = [slot for slot in status.assignments if slot.state is SlotState.STALLED]
+    stalled = [slot for slot in status.assignments if slot.state is SlotState.STALLED or _is_hung(slot)]
     if not stalled:
         return None
-    return Reason.SLOTS_STALLED, f"{len(stalled)} slots get nothing done, the first: {stalled[0].error}"
+    first = stalled[0]
+    why = first.error or f"pod {first.pod} stalled, was told to start again, and has made no progress since"
+    return Reason.SLOTS_STALLED, f"{len(stalled)} slots get nothing done, the first: {why}"
+
+
+def _is_hung(slot: Assignment) -> bool:
+    """Whether the slot's pod has stalled, and got nothing done since it was told to start again.
+
+    A pod that always hangs is in the state STALLED for moments only, which neither a user nor an alert may meet.
+    """
+    is_at_work = slot.state in (SlotState.STARTING, SlotState.RUNNING) and slot.end != slot.start
+    return is_at_work and slot.stalls > 0 and slot.next <= slot.start
 
 
 def _paused(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:

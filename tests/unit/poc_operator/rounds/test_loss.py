@@ -13,6 +13,7 @@ from poc_operator.observed import PodReport
 from poc_operator.planning.snapshot import DeletePod, StopPod
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
+from poc_operator.rounds.summary import FINDINGS
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, look, says
 from vllm_poc.wire.answers import PowState
 
@@ -88,6 +89,25 @@ def test_a_pod_that_gets_on_again_runs() -> None:
     step = planned(STALLED, says(GENERATING, next_index=18, delivered_index=8))
     assert (only_slot(step.status).state, only_slot(step.status).error) == (SlotState.RUNNING, None)
     assert step.actions == []
+
+
+@pytest.mark.parametrize(("start", "reason"), [(10, "SlotsStalled"), (8, "AllSlotsWork")])
+def test_it_counts_as_stalled_until_it_gets_on(start: int, reason: str) -> None:
+    again = {"state": SlotState.RUNNING, "start": start, "delivered": start, "error": None}
+    report = says(GENERATING, start_index=start, next_index=10, delivered_index=start)
+    step = planned(STALLED.model_copy(update=again), report)
+    assert only_slot(step.status).state is SlotState.RUNNING
+    degraded = next(condition for condition in step.status.own_conditions if condition.type == "Degraded")
+    assert degraded.reason == reason
+    assert ("pod a stalled, was told to start again" in degraded.message) == (reason == "SlotsStalled")
+
+
+@pytest.mark.parametrize(("end", "reasons"), [(None, ["SlotsStalled"]), (90, ["SlotsStalled"]), (10, [])])
+def test_a_pod_that_was_dealt_nothing_does_not_stall(end: int | None, reasons: list[str]) -> None:
+    round_ = a_round(a_status(STALLED.model_copy(update={"state": SlotState.RUNNING, "start": 10, "end": end})))
+    snapshot = look(round_, (a_pod("a"), says(GENERATING, start_index=10, next_index=10, delivered_index=10)))
+    found = [one[0] for finding in FINDINGS if (one := finding(snapshot, round_.status))]
+    assert [reason for reason in found if reason == "SlotsStalled"] == reasons
 
 
 def test_a_pod_that_stalls_again_is_deleted_if_the_round_allows_it() -> None:
