@@ -220,7 +220,7 @@ async def test_a_pod_whose_eviction_fails_keeps_no_other() -> None:
     both = [Eviction(POD, Spares.NOTHING), Eviction(replace(POD, name="demo-2", uid="u2"), Spares.NOTHING)]
     with pytest.raises(StoreUnavailable, match="HTTP 500"):
         await evictor.evict(a_fleet(), both, LABELS)
-    assert (store.evicted, evictor.evicted) == (["u2"], {"u2"})
+    assert (store.evicted, evictor.evicted) == (["u2"], frozenset({"u2"}))
 
 
 def test_work_is_known_until_it_is_gone() -> None:
