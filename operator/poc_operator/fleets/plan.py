@@ -26,7 +26,7 @@ from poc_operator.fleets.history import recorded
 from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.progress import Watched
 from poc_operator.fleets.render import Object, render, signed
-from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve
+from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve, resolved_before
 from poc_operator.fleets.rollback import (
     differences,
     digest_of,
@@ -63,6 +63,7 @@ class FleetSnapshot:
     ``work`` are the objects that select the fleet's pods. ``busy``, ``unevicted`` and ``evicted`` are of `UpdateSeen`,
     and ``evicted_names`` are the names of the last. ``nodes`` are Kubernetes nodes of pods that are not ready.
     ``good_template`` is the template of the last good revision, if an update has failed; None if that is gone.
+    ``resolved`` is what this process has last known the fleet to serve.
     """
 
     fleet: PoCFleet
@@ -84,6 +85,7 @@ class FleetSnapshot:
     evicted_names: frozenset[str] = frozenset()
     good_template: Mapping[str, Any] | None = None
     nodes: Nodes = field(default_factory=dict)
+    resolved: Resolved | None = None
 
     @cached_property
     def own(self) -> Sequence[PodView]:
@@ -129,10 +131,12 @@ class FleetStep:
     ``needs_token`` says that the pods' Secret must exist. What is to be deleted is as the API server has it.
 
     ``checks`` are the pods to ask for a self-check once the status is recorded, ``evict`` those to evict, and
-    ``events`` what to tell then. ``moves`` says that the next turn must not wait.
+    ``events`` what to tell then. ``moves`` says that the next turn must not wait. ``resolved`` is for the next
+    snapshot.
     """
 
     status: FleetStatus
+    resolved: Resolved | None = None
     delete: Sequence[Mapping[str, Any]] = ()
     apply: Sequence[Object] = ()
     needs_token: bool = False
@@ -161,7 +165,8 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     resolved = resolve(fleet.spec, seen.around, chosen=fleet.status.gpu_product)
     wanted = resolved if isinstance(resolved, Refusal) else _wanted(seen, resolved)
     healed = heal(fleet, seen.own, seen.health, seen.now, {**seen.unevicted, **seen.busy})
-    known = None if isinstance(resolved, Refusal) else resolved
+    # Pods go on as they are while the spec is refused, and are to compute the same.
+    known = seen.resolved or resolved_before(fleet.status) if isinstance(resolved, Refusal) else resolved
     checked = check_pods(fleet, known, seen.staying, seen.answers, seen.now)
     parts = _Parts(seen, known, healed, checked)
     others = strangers_came(fleet, strangers(fleet, seen.pods))
@@ -172,7 +177,7 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     ]
     if isinstance(wanted, Refusal):
         status = parts.status(wanted, fleet.status.download, fleet.status.update)
-        return FleetStep(status=status, checks=checked.asks, evict=hung, events=others)
+        return FleetStep(status=status, resolved=known, checks=checked.asks, evict=hung, events=others)
     asked = _workload(wanted.objects)
     apply = [body for body in _held(seen, _with_good_template(seen, wanted)) if _differs(seen, body)]
     update = _update(seen, wanted, asked, settled=seen.is_observed and _workload(apply) is None)
@@ -180,6 +185,7 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     outdated = update.evict if seen.refused is None and not hung else ()
     return FleetStep(
         status=parts.status(seen.refused, wanted.download, _told(seen, asked, update)),
+        resolved=known,
         delete=wanted.delete,
         apply=apply,
         needs_token=not fleet.spec.auth.open,

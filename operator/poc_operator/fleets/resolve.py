@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from poc_operator.apis.v1alpha1.fields import ObjectName
-from poc_operator.apis.v1alpha1.fleet import FleetSpec
+from poc_operator.apis.v1alpha1.fleet import FleetSpec, FleetStatus
 from poc_operator.apis.v1alpha1.fleet_decode import reserve_bytes
 from poc_operator.apis.v1alpha1.fleet_pod import MAX_GPUS, OWN_VARIABLES, PRODUCT_LABEL, own_flag
 from poc_operator.apis.v1alpha1.reasons import Reason
@@ -281,6 +281,19 @@ def resolve(spec: FleetSpec, around: Surroundings, *, chosen: str = "") -> Resol
     if isinstance(preset, Invalid):
         return Refusal(Reason.PRESET_UNUSABLE, f'preset "{spec.model.preset}" cannot be used: {preset.why}')
     return _too_small(spec, preset) or _of_preset(spec, preset, around, chosen)
+
+
+def resolved_before(status: FleetStatus) -> Resolved | None:
+    """Return what pods were last known to serve, as far as the status has it; None if it has nothing."""
+    if not status.model:
+        return None
+    return Resolved(
+        model=status.model,
+        gpu_product=status.gpu_product or None,
+        gpu_count=status.gpu_count,
+        seq_len=status.seq_len,
+        k_dim=status.k_dim,
+    )
 
 
 def _of_path(spec: FleetSpec, path: str) -> Resolved:

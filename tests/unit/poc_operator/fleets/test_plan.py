@@ -4,6 +4,7 @@
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,15 +13,15 @@ from hypothesis import strategies as st
 
 from hack.generate.crds import schema
 from poc_operator.apis.v1alpha1.explanations import EXPLANATIONS
-from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CheckAnswer
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
 from poc_operator.fleets.render import Object
-from poc_operator.fleets.resolve import Refusal
+from poc_operator.fleets.resolve import Invalid, Refusal
 from poc_operator.fleets.strangers import foreign
-from poc_operator.observed import PodView
+from poc_operator.observed import Container, PodView
 from tests.support.builders.specs import specs
 from tests.support.checks.admission import admitted
 from tests.support.checks.kstatus import kstatus
@@ -346,3 +347,24 @@ def test_pods_are_told_of_in_the_order_of_their_numbers() -> None:
     for names in (("demo-1", "demo-2", "demo-10"), ("other-x-2", "other-x-10")):
         places = [status.message.index(f"{name} (") for name in names]
         assert places == sorted(places), status.message
+
+
+def _served(status: FleetStatus) -> tuple[str, int | None, int | None, str, int]:
+    return status.model, status.seq_len, status.k_dim, status.gpu_product, status.gpu_count
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["same process", "next process"])
+def test_a_preset_that_becomes_invalid_takes_no_restarted_pod_out_of_rounds(restarted: bool) -> None:
+    spec: Any = {"model": {"preset": "minimax-m2.7"}, "selfCheck": {"enabled": True}}
+    server = Container(id="c#1", ports=frozenset({8000}), model="MiniMaxAI/MiniMax-M2.7")
+    pod = a_pod(0, ip="10.0.0.1", containers=(server,))
+    good = look(a_fleet(**spec), pods=[pod])
+    around = replace(AROUND, presets={"minimax-m2.7": Invalid("it is no YAML")})
+    fleet = a_fleet(status=good.status.stored(), **spec)
+    again = replace(pod, containers=(replace(server, id="c#2"),))
+    seen = FleetSnapshot(fleet=fleet, around=around, now=NOW, pods=[again])
+    found = plan(seen if restarted else replace(seen, resolved=good.resolved))
+    assert found.status.reason == Reason.PRESET_UNUSABLE
+    assert [(ask.server, ask.check) for ask in found.checks] == [("c#2", good.checks[0].check)]
+    assert _served(found.status) == _served(good.status)
+    assert found.status.model == "MiniMaxAI/MiniMax-M2.7"
