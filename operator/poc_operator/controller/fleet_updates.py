@@ -127,23 +127,29 @@ class Evictor:
     async def evict(self, fleet: PoCFleet, evictions: Sequence[Eviction], labels: Labels) -> None:
         """Evict pods, except those that are needed after all. StoreError if the API server cannot be asked.
 
-        ``labels`` are those by which work may select the fleet's pods. An eviction that fails keeps no other pod.
+        ``labels`` are those by which work may select the fleet's pods. An eviction that fails keeps no other pod. Of
+        groups it does: they come with the new template by their numbers.
         """
         failed: StoreError | None = None
         for eviction in evictions:
-            # Each time anew: what came before took its time.
-            why = await self._needed(fleet, eviction, labels)
-            if why is None:
-                try:
-                    why = await self._evict(eviction.pod)
-                except StoreError as error:
-                    failed = failed or error
-                    continue
-                self._note(eviction.pod, why)
-            if why is not None:
-                self._busy[eviction.pod.uid] = (why, self._clock() + BUSY_SECONDS)
+            try:
+                why = await self._unless_needed(fleet, eviction, labels)
+            except StoreError as error:
+                failed, why = failed or error, str(error)
+            if why is not None and fleet.spec.kubernetes_nodes > 1:
+                break
         if failed is not None:
             raise failed
+
+    async def _unless_needed(self, fleet: PoCFleet, eviction: Eviction, labels: Labels) -> str | None:
+        """Evict a pod, and say why not otherwise. It is asked each time anew: what came before took its time."""
+        why = await self._needed(fleet, eviction, labels)
+        if why is None:
+            why = await self._evict(eviction.pod)
+            self._note(eviction.pod, why)
+        if why is not None:
+            self._busy[eviction.pod.uid] = (why, self._clock() + BUSY_SECONDS)
+        return why
 
     def _note(self, pod: PodView, refusal: str | None) -> None:
         """Remember why the API server does not evict a pod, and log it once: a budget may refuse for minutes."""

@@ -165,10 +165,11 @@ def plan(seen: FleetSnapshot) -> FleetStep:
     resolved = resolve(fleet.spec, seen.around, chosen=fleet.status.gpu_product)
     wanted = resolved if isinstance(resolved, Refusal) else _wanted(seen, resolved)
     healed = heal(fleet, seen.own, seen.health, seen.now, {**seen.unevicted, **seen.busy})
-    # Pods go on as they are while the spec is refused, and are to compute the same.
-    known = seen.resolved or resolved_before(fleet.status) if isinstance(resolved, Refusal) else resolved
+    # Pods go on as they are while the spec is refused, and are to compute the same. The status does not have all that
+    # they are judged by.
+    known = seen.resolved if isinstance(resolved, Refusal) else resolved
     checked = check_pods(fleet, known, seen.staying, seen.answers, seen.now)
-    parts = _Parts(seen, known, healed, checked)
+    parts = _Parts(seen, known or resolved_before(fleet.status), healed, checked)
     others = strangers_came(fleet, strangers(fleet, seen.pods))
     hung = [
         Eviction(pod, Spares.NOTHING)
@@ -208,7 +209,8 @@ def _update(seen: FleetSnapshot, wanted: _Wanted, asked: Object | None, *, settl
         return step
     message = f"0 of {seen.fleet.spec.replicas} pods are updated; waiting for the download of the model"
     if step.evict and step.status.phase is not UpdatePhase.FAILED:
-        stays = {"message": message, "canary": old.canary, "canary_time": old.canary_time}
+        canary = {"canary": old.canary, "canary_node": old.canary_node, "canary_time": old.canary_time}
+        stays = {"message": message, **canary}
         return replace(step, evict=(), status=step.status.model_copy(update=stays))
     over = step.status.phase in (UpdatePhase.COMPLETE, UpdatePhase.WAITING)
     if not over or step.status.digest in ("", digest_of(wanted.asked)):

@@ -22,6 +22,8 @@ _NAMED = 3
 _SHOWN = 60
 #: What the scheduler says of a pod whose PVC does not exist.
 _NO_CLAIM = re.compile(r'persistentvolumeclaim "[^"]*" not found')
+#: What it says of a pod that asks for labels which no Kubernetes node has, and where others may have taken the room.
+_NO_SUCH_NODE, _NO_ROOM = "node affinity/selector", "Insufficient"
 #: Field of a LeaderWorkerSet with the templates of leaders and workers.
 _BOTH = "leaderWorkerTemplate"
 
@@ -84,14 +86,15 @@ class Trial:
     def _is_left_out(self, pod: PodView) -> bool:
         """Whether a pod has no Kubernetes node, and that is its template's fault.
 
-        So it is if the scheduler misses a PVC, or the pod before it had a node that is still well: its room is free.
+        So it is if the scheduler misses a PVC, or labels of nodes, and the pod before it had one that is still well.
         """
         if pod.node or pod.ready:
             return False
-        before = self.nodes.get(self.told.canary_node)
-        is_well = before is None or (before.ready and not before.cordoned)
-        had_room = bool(self.told.canary_node) and self.told.canary == pod.name and is_well
-        return had_room or _NO_CLAIM.search(pod.waiting_for) is not None
+        if _NO_CLAIM.search(pod.waiting_for) is not None:
+            return True
+        before = self.nodes.get(self.told.canary_node) if self.told.canary == pod.name else None
+        is_well = before is not None and before.ready and not before.cordoned
+        return is_well and _NO_SUCH_NODE in pod.waiting_for and _NO_ROOM not in pod.waiting_for
 
     def _cannot_be_checked(self, pod: PodView) -> bool:
         """Whether checks of a ready pod have failed for as long as a pod may take to become ready."""

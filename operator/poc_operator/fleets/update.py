@@ -22,8 +22,7 @@ A pod that is missing comes with the newest revision, so it is the canary. One t
 ``startupSeconds`` has failed too, since its template may be refused. Another template has that time anew.
 
 Later pods do not fail an update, since the canary has shown that the template can work: as with ``kubectl rollout``
-nothing goes back by itself. One that has failed like a canary stops the update until it works. Whoever looks decides
-whether the pod or the template is mended. A template that was good before stops at no pod.
+nothing goes back by itself. One that fails like a canary stops the update until it works, unless its template was good.
 
 Pods that cannot run, or have failed their self-check, and have no slot of a round lose nothing when they are replaced:
 they wait for no round. So do those that are not ready and have a template that has failed, or have not become ready
@@ -256,8 +255,9 @@ class _View:
 
     def canary_of(self, pod: PodView) -> UpdateStatus:
         """The status of an update whose canary takes the place of this pod."""
-        node = "" if node_fault(pod, self.seen.nodes) else pod.node
-        return self.old.model_copy(update={"canary": pod.name, "canary_node": node, "canary_time": self.seen.now})
+        is_well = pod.ready or (pod.node in self.seen.nodes and not node_fault(pod, self.seen.nodes))
+        found = {"canary": pod.name, "canary_node": pod.node if is_well else "", "canary_time": self.seen.now}
+        return self.old.model_copy(update=found)
 
     @property
     def _must_end_first(self) -> bool:
@@ -387,8 +387,8 @@ def _without_old_pods(view: _View) -> UpdateStep:
     """Note that all pods have the newest revision, once they are all available."""
     seen, old = view.seen, view.old
     told: Sequence[WorkEvent] = ()
-    begins = _begins_without_pods(view)
-    view.old = view.begun if begins else old
+    if begins := _begins_without_pods(view):
+        view.old = view.begun
     if begins or (old.phase is UpdatePhase.CANARY and old.digest == seen.digest):
         step = _canary(view, ())  # it may be the only pod
         if step.status.phase is not UpdatePhase.ROLLING:
@@ -453,9 +453,9 @@ def _canary(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
         message = view.progress(f"canary: {view.waiting_for_pods()}")
         return UpdateStep(status=view.status(UpdatePhase.CANARY, message, view.old.canary), events=events, moves=True)
     chosen, doing = view.evictions(1)
-    name = chosen[0].pod.name if chosen else ""
-    view.old = view.canary_of(chosen[0].pod) if chosen else view.begun
-    status = view.status(UpdatePhase.CANARY, view.progress(f"canary: {doing}"), name)
+    if chosen or all(pod.name != view.old.canary for pod in view.updated):
+        view.old = view.canary_of(chosen[0].pod) if chosen else view.begun
+    status = view.status(UpdatePhase.CANARY, view.progress(f"canary: {doing}"), view.old.canary)
     return UpdateStep(status=status, evict=chosen, events=events)
 
 

@@ -241,6 +241,11 @@ class Comparison(NamedTuple):
     layers: list[float]
     attention: list[float]
 
+    def may_be_chance(self, tolerances: Tolerances) -> bool:
+        """Whether other experts may be why hidden states differ: attention is compared with the same inputs."""
+        finite = all(map(math.isfinite, (*self.model, *self.layers)))
+        return finite and all(distance <= tolerances.attention for distance in self.attention)
+
     def is_equal(self, tolerances: Tolerances) -> bool:
         """Whether both compute the same, as far as rounding allows."""
         whole = all(distance <= tolerances.model for distance in (*self.model, *self.layers))  # NaN is not

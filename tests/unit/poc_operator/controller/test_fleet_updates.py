@@ -3,6 +3,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -221,6 +222,17 @@ async def test_a_pod_whose_eviction_fails_keeps_no_other() -> None:
     with pytest.raises(StoreUnavailable, match="HTTP 500"):
         await evictor.evict(a_fleet(), both, LABELS)
     assert (store.evicted, evictor.evicted) == (["u2"], frozenset({"u2"}))
+
+
+@pytest.mark.parametrize("fault", [StoreUnavailable("HTTP 500"), EvictionRefused("two budgets")])
+async def test_no_group_is_evicted_before_one_of_a_higher_number(fault: Exception) -> None:
+    """It would come back with the old template, and be evicted again."""
+    store = Store(faults={"u1": fault})
+    evictor, _ = an_evictor(store)
+    both = [Eviction(POD, Spares.NOTHING), Eviction(replace(POD, name="demo-0", uid="u0"), Spares.NOTHING)]
+    with suppress(StoreUnavailable):
+        await evictor.evict(a_fleet(parallelism={"kubernetesNodes": 2}), both, LABELS)
+    assert store.evicted == []
 
 
 def test_work_is_known_until_it_is_gone() -> None:

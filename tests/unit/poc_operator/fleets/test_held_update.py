@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Updates while another model is downloaded: what the spec does not ask for any more reaches no further pod."""
 
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -178,3 +180,21 @@ def test_a_good_template_that_is_gone_leaves_the_workload_as_it_is_during_a_down
     for _ in range(2):
         step = fleet.turn(good_template=None)
         assert (names(step), fleet.served()) == ([], "org/v2")
+
+
+def test_a_canary_keeps_its_kubernetes_node_while_another_model_is_downloaded() -> None:
+    """And takes none of a pod that would be another canary: nobody leaves meanwhile."""
+    fleet = Fleet(update={"maxUnavailable": 2})
+    fleet.ask("org/v2")
+    fleet.job(DONE)
+    fleet.turn()
+    fleet.turn()
+    assert fleet.status["update"]["canaryNode"] == "n"
+    fleet.run(["r1", "r1", "r1", "r2"])
+    waits: dict[str, Any] = {"ready": False, "node": "", "taken": None, "waiting_for": "Unschedulable"}
+    fleet.pods[3] = replace(fleet.pods[3], **waits, created=NOW - timedelta(hours=9))
+    fleet.status["update"]["canaryNode"] = ""
+    fleet.ask("org/v3")
+    fleet.job(RUNNING)
+    step = fleet.turn()
+    assert (names(step), step.status.update.canary, step.status.update.canary_node) == ([], "demo-3", "")

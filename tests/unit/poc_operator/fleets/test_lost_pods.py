@@ -18,6 +18,7 @@ from tests.unit.poc_operator.fleets.test_update import (
     OLD,
     _snapshot,
     a_pod,
+    after,
     evicted,
     failed_fleet,
     fleet_of,
@@ -29,6 +30,8 @@ from tests.unit.poc_operator.fleets.test_update import (
 
 AWAY = KubernetesNode(ready=False, since=NOW - timedelta(seconds=60))
 NO_ROOM = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+NO_LABEL = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
+NO_LABEL_OR_ROOM = "0/3 nodes are available: 1 Insufficient cpu, 2 node(s) didn't match Pod's node affinity/selector."
 #: Pods that are not ready, and whether anything is lost with them.
 LOST: dict[str, tuple[PodView, bool]] = {
     "loads": (a_pod(0, ready=False, age=3599), False),
@@ -78,6 +81,7 @@ def homeless(number: int, revision: str = NEW, *, age: float = 9000, says: str =
     return a_pod(number, revision, ready=False, age=age, node="", taken=None, waiting_for=says)
 
 
+WELL = KubernetesNode(ready=True)
 CORDONED = KubernetesNode(ready=True, since=NOW - timedelta(days=9), cordoned=True)
 NO_CLAIM = '0/3 nodes are available: persistentvolumeclaim "wieghts" not found.'
 
@@ -85,12 +89,14 @@ NO_CLAIM = '0/3 nodes are available: persistentvolumeclaim "wieghts" not found.'
 @pytest.mark.parametrize(
     ("age", "canary_node", "nodes", "says", "phase"),
     [
-        (3601, "node-1", {}, NO_ROOM, "Failed"),  # its template asks for more than the pod before it
-        (3601, "node-1", {"node-1": KubernetesNode(ready=True)}, NO_ROOM, "Failed"),
-        (3599, "node-1", {}, NO_ROOM, "Canary"),
-        (3601, "", {}, NO_ROOM, "Canary"),  # the cluster may be full
-        (3601, "node-1", {"node-1": AWAY}, NO_ROOM, "Canary"),  # the room is gone with the node
-        (3601, "node-1", {"node-1": CORDONED}, NO_ROOM, "Canary"),
+        (3601, "node-1", {"node-1": WELL}, NO_LABEL, "Failed"),  # the pod before it found a node
+        (3599, "node-1", {"node-1": WELL}, NO_LABEL, "Canary"),
+        (3601, "", {}, NO_LABEL, "Canary"),
+        (3601, "node-1", {}, NO_LABEL, "Canary"),  # nodes may not be read
+        (3601, "node-1", {"node-1": AWAY}, NO_LABEL, "Canary"),
+        (3601, "node-1", {"node-1": CORDONED}, NO_LABEL, "Canary"),
+        (3601, "node-1", {"node-1": WELL}, NO_ROOM, "Canary"),  # others may have taken it
+        (3601, "node-1", {"node-1": WELL}, NO_LABEL_OR_ROOM, "Canary"),
         (3601, "", {}, NO_CLAIM, "Failed"),
         (3599, "", {}, NO_CLAIM, "Canary"),
     ],
@@ -108,8 +114,19 @@ def test_it_is_recorded_where_the_pod_before_the_canary_was() -> None:
     assert look(fleet_of(), FOUR).status.update.canary_node == "node-1"
     unwell = [a_pod(0, ready=False), *(a_pod(n, node="node-2") for n in range(1, 4))]
     assert look(fleet_of(update={"maxUnavailable": 2}), unwell, nodes={"node-1": AWAY}).status.update.canary == "demo-3"
-    alone = look(fleet_of(replicas=1), unwell[:1], nodes={"node-1": AWAY})
-    assert (evicted(alone), alone.status.update.canary_node) == (["demo-0"], "")
+    for nodes in ({"node-1": AWAY}, {}):
+        alone = look(fleet_of(replicas=1), unwell[:1], nodes=nodes)
+        assert (evicted(alone), alone.status.update.canary_node) == (["demo-0"], "")
+
+
+def test_a_node_that_is_unwell_for_a_moment_lets_a_canary_fail_all_the_same() -> None:
+    status = in_phase("Canary", canary="demo-3", canaryNode="node-1")
+    for node in (WELL, AWAY, WELL):
+        step = look(fleet_of(status), [*FOUR[:3], homeless(3, age=3000, says=NO_LABEL)], nodes={"node-1": node})
+        status, update = after(step), step.status.update
+        assert (update.canary, update.canary_node, evicted(step)) == ("demo-3", "node-1", [])
+    late = look(fleet_of(status), [*FOUR[:3], homeless(3, age=3601, says=NO_LABEL)], nodes={"node-1": WELL})
+    assert late.status.update.phase == "Failed"
 
 
 def test_a_pod_that_runs_is_the_canary_rather_than_one_without_a_kubernetes_node() -> None:
@@ -128,8 +145,8 @@ def test_another_pod_is_the_canary_if_the_first_gets_no_kubernetes_node() -> Non
     assert (evicted(second), second.status.update.canary) == (["demo-2"], "demo-2")
     # Nobody else goes meanwhile, and it shows that the template works.
     three = fleet_of(in_phase("Canary", canary="demo-2", canaryNode="node-1"), update={"maxUnavailable": 3})
-    for others in ([], [a_pod(2, NEW, ready=False, age=5)], [homeless(2)]):
-        assert not look(three, [*FOUR[:2], *others, homeless(3)]).evict
+    for others in ([], [a_pod(2, NEW, ready=False, age=5)], [homeless(2, age=3599, says=NO_LABEL)]):
+        assert not look(three, [*FOUR[:2], *others, homeless(3)], nodes={"node-1": WELL}).evict
     works = look(three, [*FOUR[:2], a_pod(2, NEW), homeless(3)])
     assert (evicted(works), works.status.update.phase) == (["demo-1", "demo-0"], "Rolling")
     # With one that may be away it waits, and says what for.

@@ -372,6 +372,15 @@ def test_one_sequence_may_be_at_other_experts(away: list[float], equal: bool) ->
     assert Comparison(distances, [], []).is_equal(Tolerances.of(torch.bfloat16, quantised=True)) is equal
 
 
+def test_other_experts_explain_neither_attention_nor_what_is_no_number() -> None:
+    from vllm_poc.worker.passes.parity_check import Comparison, Tolerances  # noqa: PLC0415 - needs vLLM
+
+    tolerances = Tolerances.of(torch.bfloat16, quantised=True)
+    assert Comparison([0.3], [], [0.01]).may_be_chance(tolerances)
+    for model, attention in ((0.3, 0.1), (0.3, NAN), (NAN, 0.01), (math.inf, 0.01)):
+        assert not Comparison([model], [], [attention]).may_be_chance(tolerances)
+
+
 class WithStreams(torch.nn.Module):  # type: ignore[misc, name-defined]
     """A layer that mixes streams, and reads more than its arguments."""
 
