@@ -67,8 +67,9 @@ def dropping_pod(name: str) -> Manifest:
 def fleet(name: str, arguments: list[str], **spec: Any) -> Manifest:  # noqa: ANN401
     """Return a fleet whose containers run Python with these arguments in place of vLLM."""
     made = {**fleet_spec(replicas=1), "servedName": MODEL, "healing": {"enabled": False}, **spec}
-    container = _container(arguments)["containers"][0]
-    made["podTemplate"] = {"spec": {**_container(arguments), "containers": [{**container, "env": _ENVIRONMENT}]}}
+    template = _container(arguments)
+    template["containers"][0]["env"] = _ENVIRONMENT
+    made["podTemplate"] = {"spec": template}
     metadata = {"name": name, "namespace": NAMESPACE}
     return {"apiVersion": API_VERSION, "kind": "PoCFleet", "metadata": metadata, "spec": made}
 

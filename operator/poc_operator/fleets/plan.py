@@ -209,9 +209,8 @@ def _update(seen: FleetSnapshot, wanted: _Wanted, asked: Object | None, *, settl
         return step
     message = f"0 of {seen.fleet.spec.replicas} pods are updated; waiting for the download of the model"
     if step.evict and step.status.phase is not UpdatePhase.FAILED:
-        canary = {"canary": old.canary, "canary_node": old.canary_node, "canary_time": old.canary_time}
-        stays = {"message": message, **canary}
-        return replace(step, evict=(), status=step.status.model_copy(update=stays))
+        canary = old.model_dump(include={"canary", "canary_node", "canary_time"})
+        return replace(step, evict=(), status=step.status.model_copy(update={**canary, "message": message}))
     over = step.status.phase in (UpdatePhase.COMPLETE, UpdatePhase.WAITING)
     if not over or step.status.digest in ("", digest_of(wanted.asked)):
         return step

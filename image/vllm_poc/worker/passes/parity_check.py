@@ -52,7 +52,7 @@ _WITH_OTHER_EXPERTS = 2
 _LEAST_SEQUENCES = 3
 #: How many batches of a shape, with other nonces each, may be compared there until one is equal. One sequence in five
 #: was at other experts behind the first layers of DeepSeek-V4, and thus two of four in a batch of six.
-_TRIES = 4
+TRIES = 4
 
 
 def parity_batches(limits: ModelFacts, borders: Collection[int] = ()) -> list[BatchShape]:
@@ -252,12 +252,12 @@ class Comparison(NamedTuple):
         return whole and all(distance <= tolerances.attention for distance in self.attention)
 
 
-def attempts(adapter: ModelAdapter) -> int:
-    """Return how many batches of a shape may be compared until one is equal, the same on all ranks.
+def hangs_on_a_bit(adapter: ModelAdapter) -> bool:
+    """Whether the last bit of a sum may send tokens to other experts behind the layers that are compared together.
 
-    Several where the last bit of a sum sends tokens to other experts: what is wrong is so with other nonces, too.
+    Then a batch with other nonces tells more: what is wrong is so with them, too.
     """
-    return _TRIES if adapter.ranks.agreed(has_streams(adapter) and not stands_alone(adapter)) else 1
+    return has_streams(adapter) and not stands_alone(adapter)
 
 
 def compare(
