@@ -2,29 +2,25 @@
 """Fleets whose replicas span Kubernetes nodes, beside LeaderWorkerSet's own controller. The test is the kubelet."""
 
 import asyncio
-import base64
 import json
 import os
-import socket
-import subprocess
 import sys
-import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
-import yaml
 
 from hack.generate.__main__ import KINDS
 from hack.generate.crds import crd
-from hack.toolchain.tools import LWS, ensure_tools, source_folder, tool_path
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_LABEL
+from poc_operator.fleets.groups import HELD
 from tests.cluster.test_fleet_controllers import CONTROLLERS, FLEETS, PODS, Body, make_ready, status_of, until
 from tests.cluster.test_process import running
 from tests.support.servers.api_server import ApiServer, api_server
 from tests.support.servers.http_server import free_port
+from tests.support.servers.leader_worker_set import leader_worker_set, program
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(300, func_only=True)]
 
@@ -38,85 +34,28 @@ SPEC = {
 }
 
 
-@contextmanager
-def program(folder: Path, name: str, *flags: str, **environment: str) -> Iterator[None]:
-    with (folder / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen(
-            [tool_path(name), *flags], stdout=log, stderr=log, env={**os.environ, **environment}, cwd=folder
-        )
-    try:
-        yield
-        assert process.poll() is None, (folder / f"{name}.log").read_text()[-2000:]
-    finally:
-        process.terminate()
-        process.wait(timeout=30)
-
-
-def make_certificate(folder: Path) -> str:
-    """Make the webhooks' certificate; return it as the API server wants it."""
-    subject = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", str(folder / "tls.key"), "-out", str(folder / "tls.crt")]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *subject, *files]
-    subprocess.run(command, check=True, capture_output=True)
-    return base64.b64encode((folder / "tls.crt").read_bytes()).decode()
-
-
-def webhooks(port: int, authority: str) -> Iterator[Body]:
-    """LeaderWorkerSet's own webhooks, for a server on this machine."""
-    for body in yaml.safe_load_all((source_folder(LWS) / "config/webhook/manifests.yaml").read_text()):
-        for webhook in body["webhooks"]:
-            path = webhook["clientConfig"]["service"]["path"]
-            webhook["clientConfig"] = {"url": f"https://127.0.0.1:{port}{path}", "caBundle": authority}
-        yield body
-
-
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     """An API server with Kubernetes' controllers and LeaderWorkerSet's."""
-    ensure_tools([LWS])
     folder = tmp_path_factory.mktemp("groups")
     with api_server() as server, ExitStack() as stack:
         for kind in KINDS:
             server.install(crd(kind))
-        for file in sorted((source_folder(LWS) / "config/crd/bases").iterdir()):
-            server.install(yaml.load(file.read_text(), yaml.CSafeLoader))
         config = folder / "kubeconfig"
         config.write_text(json.dumps(server.kubeconfig()))
         flags = [f"--kubeconfig={config}", f"--controllers={CONTROLLERS}", "--leader-elect=false"]
         own = [f"--secure-port={free_port()}", f"--cert-dir={folder}"]
         stack.enter_context(program(folder, "kube-controller-manager", *flags, *own))
-        port, health = free_port(), free_port()
-        authority = make_certificate(folder)
-        settings = {
-            "apiVersion": "config.lws.x-k8s.io/v1alpha1",
-            "kind": "Configuration",
-            "leaderElection": {"leaderElect": False},
-            "internalCertManagement": {"enable": False},
-            "webhook": {"port": port, "host": "127.0.0.1", "certDir": str(folder)},
-            "metrics": {"bindAddress": "0"},
-            "health": {"healthProbeBindAddress": f"127.0.0.1:{health}"},
-        }
-        (folder / "lws.yaml").write_text(yaml.safe_dump(settings))
-        stack.enter_context(
-            program(folder, "leaderworkerset", f"--config={folder / 'lws.yaml'}", KUBECONFIG=str(config))
-        )
-        wait_for_port(port)
-        for body in webhooks(port, authority):
+
+        def create(body: Body) -> None:
+            if body["kind"] == "CustomResourceDefinition":
+                server.install(body)
+                return
             plural = f"{body['kind'].lower()}s"
             assert server.request("POST", f"/apis/admissionregistration.k8s.io/v1/{plural}", body)[0] == 201
+
+        stack.enter_context(leader_worker_set(folder, config, create))
         yield server
-
-
-def wait_for_port(port: int) -> None:
-    end = time.monotonic() + 60
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            assert time.monotonic() < end, "LeaderWorkerSet's webhooks do not listen"
-            time.sleep(0.2)
-        else:
-            return
 
 
 @pytest.fixture
@@ -189,7 +128,7 @@ async def test_groups_are_made_updated_one_by_one_scaled_and_deleted(groups: Api
 
         # At rest no leader may be replaced, whatever others do to the template.
         held = groups.request("GET", f"{SETS}/span")[1]["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"]
-        assert held["partition"] == 1000
+        assert held["partition"] == HELD
 
         # Another template: one group after the other, the highest number first, each with its worker.
         await until(lambda: status_of(groups, "span"), lambda found: found.get("update", {}).get("goodRevision"))

@@ -92,7 +92,8 @@ class Evictor:
         self._clock = clock
         self._busy: dict[str, tuple[str, float]] = {}  # by the pods' uids: why, and until when
         self._refused: dict[str, tuple[str, float]] = {}  # by the pods' uids: why, and until when it is told
-        self._evicted: dict[str, tuple[str, float]] = {}  # by the pods' uids: the name, and until when it counts
+        # By the pods' uids: the name, the revision that is to come, and until when it counts.
+        self._evicted: dict[str, tuple[str, str, float]] = {}
 
     @property
     def busy(self) -> Mapping[str, str]:
@@ -115,14 +116,14 @@ class Evictor:
         return frozenset(self._evicted)
 
     @property
-    def evicted_names(self) -> frozenset[str]:
-        """The names of those pods: others may have them by now."""
+    def evicted_names(self) -> Mapping[str, str]:
+        """The names of those pods, which others may have by now, and for which revision they were evicted."""
         self._forget_evicted()
-        return frozenset(name for name, _ in self._evicted.values())
+        return {name: revision for name, revision, _ in self._evicted.values()}
 
     def _forget_evicted(self) -> None:
         now = self._clock()
-        self._evicted = {uid: one for uid, one in self._evicted.items() if now < one[1]}
+        self._evicted = {uid: one for uid, one in self._evicted.items() if now < one[2]}
 
     async def evict(self, fleet: PoCFleet, evictions: Sequence[Eviction], labels: Labels) -> None:
         """Evict pods, except those that are needed after all. StoreError if the API server cannot be asked.
@@ -145,7 +146,7 @@ class Evictor:
         """Evict a pod, and say why not otherwise. It is asked each time anew: what came before took its time."""
         why = await self._needed(fleet, eviction, labels)
         if why is None:
-            why = await self._evict(eviction.pod)
+            why = await self._evict(eviction)
             self._note(eviction.pod, why)
         if why is not None:
             self._busy[eviction.pod.uid] = (why, self._clock() + BUSY_SECONDS)
@@ -190,8 +191,9 @@ class Evictor:
             return False
         return answer.status is PowState.GENERATING
 
-    async def _evict(self, pod: PodView) -> str | None:
+    async def _evict(self, eviction: Eviction) -> str | None:
         """Evict the pod; return why that cannot be done."""
+        pod = eviction.pod
         try:
             await self._store.evict_pod(pod)
         except EvictionRefused as error:
@@ -203,6 +205,6 @@ class Evictor:
                 self._gone(pod)
                 return None
             return f"waiting to evict pod {pod.name}: {error}"
-        self._evicted[pod.uid] = (pod.name, self._clock() + EVICTED_SECONDS)
+        self._evicted[pod.uid] = (pod.name, eviction.revision, self._clock() + EVICTED_SECONDS)
         self._log.log(logging.INFO, "pod %s is evicted", pod.name)
         return None

@@ -70,10 +70,11 @@ class Spares(Enum):
 
 @dataclass(frozen=True)
 class Eviction:
-    """A pod to evict."""
+    """A pod to evict. ``revision`` is what an update wants in its place; it is empty if no update evicts it."""
 
     pod: PodView
     spares: Spares
+    revision: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

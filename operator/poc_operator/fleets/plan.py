@@ -61,7 +61,8 @@ class FleetSnapshot:
     ``health`` is what was seen of the pods' engines, ``gpu_errors`` what their GPUs tell of errors, and ``answers``
     are those to self-checks, each by the pods' uids. ``download`` is what is seen of the download that is under way.
     ``work`` are the objects that select the fleet's pods. ``busy``, ``unevicted`` and ``evicted`` are of `UpdateSeen`,
-    and ``evicted_names`` are the names of the last. ``nodes`` are Kubernetes nodes of pods that are not ready.
+    and ``evicted_names`` tells of the last for which revision pods of such names were evicted. ``nodes`` are Kubernetes
+    nodes of pods that are not ready.
     ``good_template`` is the template of the last good revision, if an update has failed; None if that is gone.
     ``resolved`` is what this process has last known the fleet to serve.
     """
@@ -82,7 +83,7 @@ class FleetSnapshot:
     busy: Mapping[str, str] = field(default_factory=dict)
     unevicted: Mapping[str, str] = field(default_factory=dict)
     evicted: frozenset[str] = frozenset()
-    evicted_names: frozenset[str] = frozenset()
+    evicted_names: Mapping[str, str] = field(default_factory=dict)
     good_template: Mapping[str, Any] | None = None
     nodes: Nodes = field(default_factory=dict)
     resolved: Resolved | None = None
@@ -242,7 +243,7 @@ def _with_partition(seen: FleetSnapshot, body: Object) -> Object:
         seen.fleet.spec.replicas,
         [(ordinal_of(pod.name), pod) for pod in seen.own],
         revision_label=REVISION_LABEL,
-        leaving=seen.evicted_names,
+        leaving=frozenset(name for name, revision in seen.evicted_names.items() if revision == _newest(seen)),
     )
     return signed(with_partition(body, partition))
 
@@ -269,10 +270,14 @@ def _is_good_one_lost(seen: FleetSnapshot, asked: Object) -> bool:
     return seen.good_template is None and (found is None or covers(template_of(found), template_of(asked)))
 
 
+def _newest(seen: FleetSnapshot) -> str:
+    told = (seen.stateful_set or {}).get("status") or {}
+    return str(told.get("updateRevision") or "")
+
+
 def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) -> UpdateSeen:
     fleet, old, update = seen.fleet, seen.fleet.status, seen.fleet.status.update
-    told = (seen.stateful_set or {}).get("status") or {}
-    newest = str(told.get("updateRevision") or "")
+    newest = _newest(seen)
     # While the StatefulSet waits for a download, the update is that of before.
     # What strategy Never has left unnamed is no update that goes on.
     digest = digest_of(asked) if asked is not None else update.digest or newest

@@ -316,7 +316,7 @@ class _View:
                 if self.seen.by_number:
                     break
                 continue
-            chosen.append(Eviction(pod, Spares.SLOTS if lost and spares is Spares.WORK else spares))
+            chosen.append(Eviction(pod, Spares.SLOTS if lost and spares is Spares.WORK else spares, self.seen.newest))
             left -= self.available(pod)
             left_ready -= pod.ready
         return chosen, self._doing(chosen, free) if chosen or not spec.paused else paused
@@ -413,7 +413,7 @@ def _begins_without_pods(view: _View) -> bool:
     if old.digest == seen.digest or not seen.spec.canary or seen.newest == old.good_revision:
         return False
     was_good = bool(old.good_revision) and seen.spec.strategy is not UpdateStrategy.NEVER
-    return old.phase is UpdatePhase.CANARY or (was_good and seen.replicas > 0 and not view.updated)
+    return old.phase is UpdatePhase.CANARY or (was_good and seen.replicas > 0)
 
 
 def _begun(view: _View) -> UpdateStep:

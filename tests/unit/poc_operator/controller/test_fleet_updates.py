@@ -135,8 +135,9 @@ async def test_work_that_came_meanwhile_keeps_the_pod(bodies: list[Any], spares:
     for one in bodies:
         store.bodies.setdefault(one["kind"], []).append(one)
     evictor, clock = an_evictor(store)
-    await evictor.evict(a_fleet(), [Eviction(POD, spares)], LABELS)
+    await evictor.evict(a_fleet(), [Eviction(POD, spares, "demo-new")], LABELS)
     assert store.evicted == ([] if says else ["u1"])
+    assert evictor.evicted_names == ({} if says else {POD.name: "demo-new"})
     assert evictor.busy == ({"u1": says} if says else {})
     assert evictor.evicted == (frozenset() if says else {"u1"})
     clock.now += max(BUSY_SECONDS, EVICTED_SECONDS)

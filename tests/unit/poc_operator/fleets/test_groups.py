@@ -164,8 +164,11 @@ def test_leaders_are_replaced_by_their_numbers_and_the_partition_follows() -> No
     pods = [a_pod(0, ready=False, waiting_for="CrashLoopBackOff"), a_pod(1), a_pod(2)]
     step = updating([a_pod(0), a_pod(1), a_pod(2)])
     assert (partition(step), [one.pod.name for one in step.evict]) == (None, ["demo-2"])
-    step = updating([a_pod(0), a_pod(1), a_pod(2)], evicted_names=frozenset({"demo-2"}))
+    step = updating([a_pod(0), a_pod(1), a_pod(2)], evicted_names={"demo-2": NEW})
     assert partition(step) == 2
+    # One that was evicted for another template, or since it hung, came back and serves.
+    for revision in ("demo-before", ""):
+        assert partition(updating([a_pod(0), a_pod(1), a_pod(2)], evicted_names={"demo-2": revision})) is None
     step = updating([a_pod(0), a_pod(1), a_pod(2, NEW)], partition=2)
     assert (partition(step), [one.pod.name for one in step.evict]) == (None, ["demo-1"])
     # A broken one waits for its turn, since those above it would be replaced with it.

@@ -127,6 +127,17 @@ def test_what_cannot_be_deleted_does_not_hold_an_update_up() -> None:
     assert (found["Ready"][0], found["Stalled"][0]) == ("True", "False")
 
 
+@pytest.mark.parametrize("phase", ["Complete", "Waiting", "Rolling"])
+def test_pods_that_were_all_missing_are_to_prove_the_template(phase: str) -> None:
+    """It is never complete for them, nor rolled back to from later, before they work."""
+    fleet = fleet_of({"update": {**GOOD["update"], "phase": phase, "digest": "of another"}}, replicas=1)
+    loading = look(fleet, [a_pod(0, NEW, ready=False, age=9)])
+    assert (loading.status.update.phase, loading.status.update.good_revision) == ("Canary", OLD)
+    crashing = a_pod(0, NEW, ready=False, waiting_for="CrashLoopBackOff", age=200, restarts=5)
+    assert reasons(look(fleet_of(after(loading), replicas=1), [crashing])) == ["UpdateFailed"]
+    assert look(fleet_of(after(loading), replicas=1), [a_pod(0, NEW)]).status.update.good_revision == NEW
+
+
 def test_the_others_follow_when_the_canary_is_ready() -> None:
     fleet = fleet_of(in_phase("Canary", canary="demo-3"))
     step = look(fleet, [*FOUR[:3], a_pod(3, NEW)])

@@ -433,6 +433,21 @@ def test_a_bad_template_gets_one_pod(how: str, limit: int, ends: bool) -> None:
     assert {world.value_of(pod.revision) for pod in world.pods.values()} == {"v2"}
 
 
+@pytest.mark.parametrize("how", ["crashes", "computes wrong vectors"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_bad_template_fails_also_where_no_pod_was_left(how: str, replicas: int) -> None:
+    """As after a drain: Kubernetes makes all pods with the newest template, and none of an old one is ever seen."""
+    world = prepared({"strategy": "BetweenRounds", "maxUnavailable": 1, "canary": True}, {"v1": how})
+    world.replicas = replicas
+    assert any(world.rests(world.turn()) for _ in range(CALM))
+    for number in list(world.pods):
+        world.end(number)
+    world.value = "v1"
+    assert any(world.rests(world.turn()) for _ in range(CALM)), world.status["update"]["message"]
+    assert "Failed" in world.phases
+    assert {world.value_of(pod.revision) for pod in world.pods.values()} == {"v0"}
+
+
 @pytest.mark.parametrize("then", ["works", "is refused", "undo"])
 @pytest.mark.parametrize(("replicas", "limit"), [(REPLICAS, 1), (REPLICAS, 2), (1, 1)])
 @pytest.mark.parametrize("turns", [2, 22])  # 22: almost until the first one has failed
