@@ -25,7 +25,8 @@ starts nothing is forecast. A round that nobody could foresee waits for the slot
 
 The heights of blocks tell the network's rounds apart. Regular ones are an epoch of `EPOCH_BLOCKS` apart, or several.
 Those that confirm, and segments of challenges, come at any height, and nothing follows from them. Once two regular
-rounds are known, ``G`` is the time of an epoch for the network's rounds, counted from the last regular one. Test
+rounds are known, ``G`` is the time of an epoch for the network's rounds, counted from the last regular one. A single
+round of the network may be regular, so another is expected an epoch later, by blocks of about `BLOCK_SECONDS`. Test
 networks have shorter epochs, which show by rounds at several places of one: then the times between starts count.
 
 What waits for the update cannot wait for the round after it. So while a round of users waits, only those of the network
@@ -50,8 +51,9 @@ from poc_operator.planning.reaping import WorkRecord
 
 #: Seconds after a round of the network in which validators may ask its pods: 240 blocks of about 5.2 s, rounded up.
 VALIDATION_SECONDS = 1300
-#: Blocks of an epoch of the network.
+#: Blocks of an epoch of the network, and seconds from one to the next: at least, and at most.
 EPOCH_BLOCKS = 17_280
+BLOCK_SECONDS = (5.0, 5.4)
 #: A round counts as late until so many times the time since the last start.
 _LATE = 1.25
 #: A pod may take so many times as long to become ready as those before.
@@ -231,7 +233,10 @@ def _not_after(waiting: Sequence[WorkOnPods], rounds: Sequence[FleetRound]) -> S
 
 
 def _regular(rounds: Iterable[FleetRound]) -> Sequence[tuple[int, datetime]]:
-    """Return heights and starts of the network's regular rounds, the lowest first; none if it is not clear."""
+    """Return heights and starts of the network's regular rounds, the lowest first; none if it is not clear.
+
+    A single round of the network is taken for one.
+    """
     starts: dict[int, datetime] = {}
     for one in rounds:
         if one.network and one.height is not None:
@@ -239,7 +244,7 @@ def _regular(rounds: Iterable[FleetRound]) -> Sequence[tuple[int, datetime]]:
     by_place: dict[int, list[tuple[int, datetime]]] = {}
     for height, start in sorted(starts.items()):
         by_place.setdefault(height % EPOCH_BLOCKS, []).append((height, start))
-    several = [place for place in by_place.values() if len(place) > 1]
+    several = [place for place in by_place.values() if len(place) > 1 or len(starts) == 1]
     if len(several) != 1:
         return []
     in_order = all(before[1] < after[1] for before, after in pairwise(several[0]))
@@ -249,6 +254,7 @@ def _regular(rounds: Iterable[FleetRound]) -> Sequence[tuple[int, datetime]]:
 def _next_regular(regular: Sequence[tuple[int, datetime]], now: datetime, need: int) -> datetime | None:
     """Return from when on a regular round may start that a pod would miss if it left now."""
     epochs = [(after[1] - before[1]) * EPOCH_BLOCKS / (after[0] - before[0]) for before, after in pairwise(regular)]
+    epochs = epochs or [timedelta(seconds=EPOCH_BLOCKS * seconds) for seconds in BLOCK_SECONDS]
     fastest, slowest, passed = min(epochs), max(epochs), now - regular[-1][1]
     # One that has not come although it could be late no longer was missed: the one after it is next.
     number = max(1, math.ceil(passed / slowest - (_LATE - 1)))

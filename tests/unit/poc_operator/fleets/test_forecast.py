@@ -124,6 +124,23 @@ def test_heights_tell_which_rounds_are_regular(rounds: Sequence[FleetRound], nee
     assert found == (NOW + timedelta(seconds=expected) if expected is not None else None)
 
 
+@pytest.mark.parametrize(
+    ("since", "expected"),
+    [
+        pytest.param(20 * HOUR, None, id="there is time"),
+        pytest.param(23 * HOUR, HOUR, id="an epoch is nearly over"),
+        pytest.param(32 * HOUR, -8 * HOUR, id="late"),
+        pytest.param(33 * HOUR, None, id="missed"),
+    ],
+)
+def test_an_epoch_after_a_single_round_of_the_network_another_is_expected(since: float, expected: int | None) -> None:
+    """A host's first day has one round, and no pod is to be away in the second."""
+    found = next_round([a_round(since, since - 180, network=True, height=1_000_000)], NOW, 3 * HOUR)
+    assert found == (NOW + timedelta(seconds=expected) if expected is not None else None)
+    # Without a height nothing tells of an epoch.
+    assert next_round([a_round(since, since - 180, network=True)], NOW, 3 * HOUR) is None
+
+
 def test_rounds_at_several_places_of_an_epoch_are_forecast_by_the_times_between_them() -> None:
     # A test network's epochs, of which two fit into one of the network's.
     rounds = [
