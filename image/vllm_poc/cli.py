@@ -24,7 +24,15 @@ from vllm_poc.rpc import ModelFacts
 from vllm_poc.server.admission import deployment_refusal
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.settings import PREFIX, Settings, SettingsError
-from vllm_poc.start_checks import FIRST_RELEASE, LAST_RELEASE, StartError, check_front_end, check_version, vllm_version
+from vllm_poc.start_checks import (
+    FIRST_RELEASE,
+    LAST_RELEASE,
+    StartError,
+    check_front_end,
+    check_token_file,
+    check_version,
+    vllm_version,
+)
 
 EXTENSION_CLASS = "vllm_poc.worker.extension.PocWorkerExtension"
 MIDDLEWARE = "vllm_poc.server.app.PocMiddleware"
@@ -172,9 +180,11 @@ def _vllm_version() -> str:
 def _checked_settings() -> Settings:
     # Here and not only in the server, which would fail after minutes of loading.
     try:
-        return Settings.from_environment(os.environ)
+        settings = Settings.from_environment(os.environ)
+        check_token_file(settings)
     except SettingsError as error:
         raise UsageError(str(error)) from None
+    return settings
 
 
 def _check_codebook(settings: Settings) -> None:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import (
@@ -22,6 +23,9 @@ from vllm_poc.rpc import DecodeSetup
 
 PREFIX = "VLLM_POC_"
 _VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validators raise
+#: What is read of a file with a token: no header is longer.
+_TOKEN_BYTES = 64 * 1024
+_MOUNT_IT = f"mount the Secret there, or set {PREFIX}TOKEN instead"
 #: What Kubernetes adds to the environment for a Service whose name begins with ``vllm-poc``.
 _SERVICE_LINK = re.compile(
     r".*_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
@@ -54,6 +58,8 @@ class Settings(BaseModel):
 
     #: Bearer token that guards the PoC routes; none by default.
     token: SecretStr | None = Field(default=None, min_length=1)
+    #: Path of a file that has this token instead, so that it can change while the server runs.
+    token_file: str | None = Field(default=None, min_length=1)
     #: Answer everybody who reaches the port, where neither PoC has a token nor vLLM has keys.
     open: bool = False
     #: Hosts that callbacks may go to, as patterns with ``*``. None: as `vllm_poc.server.admission.Access` has it.
@@ -124,6 +130,13 @@ class Settings(BaseModel):
     #: Bytes of the device's memory that are set aside for the keys and values of chains.
     decode_reserve_bytes: int = Field(default=0, ge=0, validate_default=True)
 
+    @field_validator("token_file")
+    @classmethod
+    def _one_token(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("token") is not None:
+            raise ValueError(f"there is a token by {PREFIX}TOKEN, too: leave one of them out")
+        return value
+
     @field_validator("decode_rebuild_codebook")
     @classmethod
     def _one_codebook(cls, value: bool, info: ValidationInfo) -> bool:
@@ -174,3 +187,21 @@ class Settings(BaseModel):
             if name.upper().startswith(PREFIX) and not _SERVICE_LINK.fullmatch(name):
                 nearest = get_close_matches(name.upper(), known, n=1, cutoff=0)[0]
                 raise SettingsError(f"{name} is not a setting: did you mean {nearest}? Correct it, or remove it.")
+
+
+def read_token(path: str) -> str:
+    """Return the token in a file. SettingsError if it has none or cannot be read."""
+    try:
+        with Path(path).open("rb") as file:
+            token = file.read(_TOKEN_BYTES).decode().strip()
+    except OSError as error:
+        raise SettingsError(f"{_cannot_be_read(path)} ({error.strerror}): {_MOUNT_IT}.") from None
+    except ValueError:  # which quotes what it has read
+        raise SettingsError(f"{_cannot_be_read(path)} (it is no text): {_MOUNT_IT}.") from None
+    if not token:
+        raise SettingsError(f"{PREFIX}TOKEN_FILE: {path} is empty: {_MOUNT_IT}.")
+    return token
+
+
+def _cannot_be_read(path: str) -> str:
+    return f"{PREFIX}TOKEN_FILE: {path} cannot be read"

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 
 from vllm_poc.logs import get_logger
-from vllm_poc.settings import Settings
+from vllm_poc.settings import Settings, read_token
 
 #: First and last minor release of vLLM that the extension is made for.
 RELEASES = ((0, 23), (0, 32))
@@ -27,13 +27,19 @@ class StartError(Exception):
 
 def check_start() -> None:
     """Check the release that is installed, if any is, and the environment. StartError, or SettingsError."""
-    Settings.from_environment(os.environ)
+    check_token_file(Settings.from_environment(os.environ))
     check_front_end(os.environ)
     try:
         version = vllm_version()
     except ImportError:
         return  # as where the API is documented or tested
     check_version(version)
+
+
+def check_token_file(settings: Settings) -> None:
+    """SettingsError if there is to be a file with the token, and it has none."""
+    if settings.token_file is not None:
+        read_token(settings.token_file)
 
 
 def check_front_end(environment: Mapping[str, str]) -> None:

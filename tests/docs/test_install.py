@@ -147,6 +147,8 @@ def _references(namespace: str, part: Any) -> set[Thing]:  # noqa: ANN401 - any 
     for key, kind in _NAMED.items():
         if isinstance(part.get(key), dict) and not part[key].get("optional"):
             found.add(Thing(namespace, kind, part[key]["name"]))
+    if "secretName" in part and not part.get("optional"):
+        found.add(Thing(namespace, "Secret", part["secretName"]))
     if "claimName" in part:
         found.add(Thing(namespace, "PersistentVolumeClaim", part["claimName"]))
     return found

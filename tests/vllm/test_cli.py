@@ -116,6 +116,14 @@ def test_a_misspelt_setting_ends_the_start_before_anything_is_loaded(monkeypatch
         server_arguments(["m", "--enable-poc"])
 
 
+def test_a_file_without_a_token_ends_the_start_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_POC_TOKEN_FILE", str(tmp_path / "token"))
+    with pytest.raises(UsageError, match=r"VLLM_POC_TOKEN_FILE: .* cannot be read .*: mount the Secret there"):
+        server_arguments(["m", "--enable-poc"])
+
+
 @pytest.mark.parametrize("flag", [[], ["--poc-open"], ["--poc_open"]], ids=str)
 @pytest.mark.parametrize("before", [None, "0"])
 def test_poc_open_is_the_variable_of_that_name(

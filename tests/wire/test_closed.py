@@ -18,7 +18,8 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from tests.support.servers.http_server import free_port, running
-from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod, running_pod
+from tests.support.servers.pod import ARTIFACT, DISTANCE, PAUSING, SLOT, Pod, running_pod
+from vllm_poc.server import admission
 from vllm_poc.server.routes import create_app, router
 from vllm_poc.server.service import PocService
 from vllm_poc.wire.answers import ErrorResponse
@@ -222,6 +223,43 @@ async def test_the_log_says_at_the_start_who_is_answered(
     (line,) = [line for line in caplog.messages if "PoC routes answer" in line]
     assert says in line
     assert not any(secret in line for secret in (TOKEN, KEY))
+
+
+@pytest.mark.usefixtures("pod")  # which sets what any server needs
+@pytest.mark.parametrize("api_key", [None, [KEY]], ids=["no keys", "keys of vLLM"])
+async def test_every_route_follows_the_file_with_the_token(
+    api_key: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n")
+    monkeypatch.setenv("VLLM_POC_TOKEN_FILE", str(file))
+    monkeypatch.setattr(admission, "LOOK_SECONDS", 0.0)
+    async with running_pod(api_key=api_key) as pod:
+
+        async def answered(token: str) -> set[tuple[str, str]]:
+            async with calling(pod, Caller("10.1.2.3", {"Authorization": f"Bearer {token}"})) as http:
+                commands = [("POST", path) for path in PAUSING if api_key]
+                asked = [*ROUTES, *commands]
+                return {(verb, path) for verb, path in asked if not is_refused(await http.request(verb, path))}
+
+        everything = await answered(TOKEN)
+        assert everything >= set(ROUTES)
+        assert await answered("rotated") == set()
+        (tmp_path / "new").write_text("rotated")
+        (tmp_path / "new").rename(file)
+        assert await answered(TOKEN) == set()
+        refused = await ask_status(pod, CALLERS["remote with the token"])
+        assert refused.json()["detail"].startswith("send the token of VLLM_POC_TOKEN_FILE as ")
+        assert await answered("rotated") == everything
+        file.unlink()
+        assert await answered("rotated") == everything
+        assert await answered("") == set()
+    lines = [line for line in caplog.messages if "token" in line.lower()]
+    assert [line for line in lines if "has changed" in line or "cannot be read" in line] == lines[1:]
+    assert "answer whoever sends the token of VLLM_POC_TOKEN_FILE" in lines[0]
+    assert len(lines) == 3
+    assert not any(secret in line for line in lines for secret in (TOKEN, "rotated"))
 
 
 # Callers as a real server sees them.

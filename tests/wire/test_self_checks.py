@@ -274,3 +274,13 @@ async def test_checks_of_a_fleet_that_is_gone_end(world: World) -> None:
     await until(lambda: world.results() == {"demo-0": "Pending"})
     world.kept.deleted("uid-demo")
     await until(lambda: not [task for task in asyncio.all_tasks() if task.get_name().startswith("the self-check of")])
+
+
+async def test_a_pod_that_has_yet_to_learn_the_token_fails_no_check(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_POC_TOKEN", "other")
+    await world.begin(nonces=8)
+    await world.add(0)
+    await until(lambda: "send the token of VLLM_POC_TOKEN" in world.pods.get("demo-0", {}).get("message", ""))
+    assert world.results() == {"demo-0": "Pending"}

@@ -19,8 +19,9 @@ from starlette.types import Scope
 
 from vllm_poc.logs import get_logger
 from vllm_poc.rpc import ModelFacts, chain_nonces
+from vllm_poc.server.clock import Clock
 from vllm_poc.server.errors import RefusalError, field_refusal, refusal
-from vllm_poc.settings import PREFIX, Settings
+from vllm_poc.settings import PREFIX, Settings, SettingsError, read_token
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.messages import ArtifactParams, CallbackRequest, Protocol, RoundRequest, Scheme
 
@@ -28,6 +29,8 @@ _log = get_logger(__name__)
 
 #: Beginnings of headers by which proxies on this machine tell that somebody else asks, and browsers that a page does.
 _FROM_ELSEWHERE = ("x-forwarded-", "x-real-ip", "forwarded", "via", "x-envoy-", "l5d-", "origin")
+#: Seconds between two looks at a file with the token.
+LOOK_SECONDS = 1.0
 #: How many nonces a message names.
 _NAMED = 5
 #: And of artifacts without a chain: as many as the reference does.
@@ -57,19 +60,57 @@ class Answered(Enum):
 
 
 _LOGGED: Mapping[Answered, str] = {
-    Answered.WITH_TOKEN: "whoever sends the token of VLLM_POC_TOKEN",
+    Answered.WITH_TOKEN: "whoever sends the token of {token}",
     Answered.WITH_API_KEY: "whoever sends a key of vLLM's --api-key: set VLLM_POC_TOKEN to have another one for PoC",
     Answered.EVERYBODY: "everybody who reaches the port, as VLLM_POC_OPEN says: set VLLM_POC_TOKEN to close them",
     Answered.THIS_MACHINE: "this machine alone: set VLLM_POC_TOKEN, or VLLM_POC_OPEN=1, for others",
 }
 _REFUSED: Mapping[Answered, str] = {
-    Answered.WITH_TOKEN: "send the token of VLLM_POC_TOKEN as 'Authorization: Bearer <token>'",
+    Answered.WITH_TOKEN: "send the token of {token} as 'Authorization: Bearer <token>'",
     Answered.WITH_API_KEY: "send a key of vLLM's --api-key as 'Authorization: Bearer <key>', or set VLLM_POC_TOKEN",
     Answered.THIS_MACHINE: (
         "this server answers PoC requests of its own machine alone: set VLLM_POC_TOKEN and send it as "
         "'Authorization: Bearer <token>', or a key of vLLM's --api-key, or set VLLM_POC_OPEN=1 to answer everybody"
     ),
 }
+
+
+class TokenFile:
+    """The token that a file has now. While it has none, the last one counts: a Secret may be away for a moment.
+
+    It is read when somebody asks, and no more often than every `LOOK_SECONDS`. A volume of a Secret is changed by links
+    that are swapped, so the path is followed anew each time.
+    """
+
+    def __init__(self, path: str, clock: Clock) -> None:
+        self._path = path
+        self._clock = clock
+        self._due = float("-inf")
+        self._token: str | None = None
+        self._wrong = ""
+
+    @property
+    def token(self) -> str | None:
+        """The token; None if the file never had one, so that nobody has it."""
+        if self._clock.now() >= self._due:
+            self._due = self._clock.now() + LOOK_SECONDS
+            self._look()
+        return self._token
+
+    def _look(self) -> None:
+        try:
+            found = read_token(self._path)
+        except SettingsError as error:
+            if str(error) != self._wrong:
+                self._wrong = str(error)
+                stays = "nobody has one" if self._token is None else "the token that it had last counts on"
+                _log.warning("%s Until then %s.", error, stays)
+            return
+        if self._token is not None and found != self._token:
+            _log.info("the token in %s has changed: requests need the new one from now on", self._path)
+        elif self._wrong:
+            _log.info("the token in %s can be read again", self._path)
+        self._token, self._wrong = found, ""
 
 
 @dataclass(frozen=True)
@@ -87,16 +128,31 @@ class Access:
     callback_allow: tuple[str, ...] | None = None
     #: Those of vLLM's own routes, whoever the PoC routes answer.
     vllm_keys: tuple[str, ...] = field(default=(), repr=False)
+    #: The variable by which PoC has its own token.
+    token_variable: str = f"{PREFIX}TOKEN"
 
     @classmethod
-    def decide(cls, settings: Settings, arguments: object, environment: Mapping[str, str]) -> Self:
-        """Return what the settings, vLLM's parsed ``arguments`` and vLLM's variables say."""
+    def decide(
+        cls,
+        settings: Settings,
+        arguments: object,
+        environment: Mapping[str, str],
+        token_file: TokenFile | None = None,
+    ) -> Self:
+        """Return what the settings, vLLM's parsed ``arguments`` and vLLM's variables say.
+
+        ``token_file`` is the one that the settings name. Before it has a token, nobody has it.
+        """
         uds, allow = getattr(arguments, "uds", None), settings.callback_allow
         # As vLLM does for its own routes. The flag wins.
         given = getattr(arguments, "api_key", None) or [environment.get("VLLM_API_KEY", "")]
         keys = tuple(key for key in given if key)
         if settings.token is not None:
             return cls(Answered.WITH_TOKEN, (settings.token.get_secret_value(),), uds, allow, keys)
+        if settings.token_file is not None:
+            token = token_file.token if token_file is not None else None
+            own = (token,) if token is not None else ()
+            return cls(Answered.WITH_TOKEN, own, uds, allow, keys, f"{PREFIX}TOKEN_FILE")
         if keys:
             return cls(Answered.WITH_API_KEY, keys, uds, allow, keys)
         answered = Answered.EVERYBODY if settings.open else Answered.THIS_MACHINE
@@ -105,14 +161,14 @@ class Access:
     def log(self) -> None:
         """Write down who is answered."""
         level = _log.warning if self.answered is Answered.EVERYBODY else _log.info
-        level("the PoC routes answer %s", _LOGGED[self.answered])
+        level("the PoC routes answer %s", _LOGGED[self.answered].format(token=self.token_variable))
 
     def check(self, scope: Scope) -> None:
         """Refuse with 401 who may not call."""
         if self.answered is Answered.THIS_MACHINE:
             self._check_machine(scope, Headers(scope=scope))
-        elif self.keys and not self.knows(scope, self.keys):
-            raise _unauthorized(_REFUSED[self.answered])
+        elif self.answered is not Answered.EVERYBODY and not self.knows(scope, self.keys):
+            raise _unauthorized(_REFUSED[self.answered].format(token=self.token_variable))
 
     @staticmethod
     def knows(scope: Scope, keys: Iterable[str]) -> bool:

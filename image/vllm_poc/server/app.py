@@ -12,7 +12,7 @@ from starlette.datastructures import MutableHeaders, State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_poc.server import commands, metrics, vllm_routes
-from vllm_poc.server.admission import Access, deployment_refusal
+from vllm_poc.server.admission import Access, TokenFile, deployment_refusal
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import VllmEngine
 from vllm_poc.server.errors import RefusalError, ServerEndsError, refusal, response
@@ -42,6 +42,8 @@ class PocMiddleware:
         self._inner = app
         self._clock = clock
         self._settings = Settings.from_environment(os.environ)
+        path = self._settings.token_file
+        self._token_file = TokenFile(path, clock) if path is not None else None
         self._service: PocService | None = None
         self._poc_app: ASGIApp | None = None
         self._ends = False
@@ -153,7 +155,7 @@ class PocMiddleware:
         return vllm_routes.is_inference(scope) and self._service.phases.computes
 
     def _access(self, state: State) -> Access:
-        return Access.decide(self._settings, getattr(state, "args", None), os.environ)
+        return Access.decide(self._settings, getattr(state, "args", None), os.environ, self._token_file)
 
     def _app_for(self, state: State) -> ASGIApp | None:
         # vLLM sets both while it starts; the models last.

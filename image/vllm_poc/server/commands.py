@@ -35,7 +35,8 @@ def check_sender(scope: Scope, access: Access) -> None:
     vLLM asks for its keys on the routes below ``/v1`` and a few more, and these are not among them.
     """
     if access.vllm_keys and not access.knows(scope, access.vllm_keys + access.keys):
-        detail = "this command holds PoC back: send a key of vLLM's --api-key, or the token of VLLM_POC_TOKEN"
+        own = f"the token of {access.token_variable}"
+        detail = f"this command holds PoC back: send a key of vLLM's --api-key, or {own}"
         raise refusal(HTTPStatus.UNAUTHORIZED, "Unauthorized", detail, {"WWW-Authenticate": "Bearer"})
 
 

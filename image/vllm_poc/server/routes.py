@@ -57,7 +57,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": meaning} for status, meaning in _MEANINGS.items()
 }
 # The middleware checks the token; this documents it.
-_BEARER = HTTPBearer(auto_error=False, description="The token of VLLM_POC_TOKEN, or a key of vLLM's --api-key.")
+_BEARER = HTTPBearer(auto_error=False, description="PoC's token, or a key of vLLM's --api-key.")
 
 
 router = APIRouter(prefix=API_PREFIX, responses=ERRORS, dependencies=[Depends(_BEARER)], route_class=BodyRoute)

@@ -210,9 +210,17 @@ class FleetSurroundings:
         due = [name for name in names if now - read[name] >= NODE_SECONDS]
         return sorted(due, key=lambda name: (read[name], name))[:MAX_NODES]
 
-    async def ensure_token(self, namespace: str) -> None:
-        """Make the Secret with the token of a namespace's pods, unless there is one. StoreError if that fails."""
-        now = self._clock()
-        if now - self._tokens.get(namespace, float("-inf")) >= SURROUNDINGS_SECONDS:
-            await self._objects.ensure_token(namespace, self._options.token_secret)
-            self._tokens[namespace] = now
+    async def ensure_token(self, fleet: PoCFleet) -> None:
+        """Make the Secret with the token of a fleet's pods, unless there is one. StoreError if that fails."""
+        now, namespace, name = self._clock(), fleet.metadata.namespace, self._options.token_secret
+        if now - self._tokens.get(namespace, float("-inf")) < SURROUNDINGS_SECONDS:
+            return
+        made = await self._objects.ensure_token(namespace, name)
+        if made and (fleet.status.pods or namespace in self._tokens):
+            log.warning(
+                'namespace "%s": the Secret "%s" with the token of its pods was gone, and is made anew; pods refuse '
+                "requests until they have the new token",
+                namespace,
+                name,
+            )
+        self._tokens[namespace] = now

@@ -323,7 +323,7 @@ class Fleets:
             return BUSY_SECONDS
         before, loop.refused, loop.left = (loop.refused, loop.left), None, None
         if step.needs_token:
-            await self._ensure_token(loop)
+            await self._ensure_token(loop, fleet)
         for body in step.delete:
             await self._delete(loop, body)
         for body in step.apply:
@@ -402,9 +402,9 @@ class Fleets:
         seen = await self._health.download_seen(self._pods.selected(fleet.metadata.namespace, selector))
         return replace(seen, claim=claim)
 
-    async def _ensure_token(self, loop: _Loop) -> None:
+    async def _ensure_token(self, loop: _Loop, fleet: PoCFleet) -> None:
         try:
-            await self._around.ensure_token(loop.ref.namespace)
+            await self._around.ensure_token(fleet)
         except (StoreForbidden, ObjectInvalid) as error:
             loop.refused = _refusal(f'Secret "{self._options.token_secret}"', error)
 

@@ -23,7 +23,7 @@ from poc_operator.clients.kube.events import EventPoster
 from poc_operator.clients.kube.fleet_objects import FleetObjects
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.clients.pods.client import ClientOf
-from poc_operator.clients.pods.tokens import PodClients
+from poc_operator.clients.pods.tokens import PodClients, Tokens
 from poc_operator.controller.actions import Emit
 from poc_operator.controller.event_loop import MOST_ORDERS, Computing, FewRequests
 from poc_operator.controller.fleet_health import FleetHealth
@@ -192,7 +192,7 @@ class Manager:
         """
         api, namespace = await connect()
         store = ObjectStore(api)
-        read = partial(store.pod_token, token_secret) if token_secret is not None else None
+        tokens = Tokens(partial(store.pod_token, token_secret)) if token_secret is not None else None
         unique = f"{socket.gethostname()}-{uuid4().hex[:8]}"
         # Its own connections: a thousand rounds that start together wait for each other's.
         lease_api, _ = await connect()
@@ -200,12 +200,12 @@ class Manager:
         return cls(
             store,
             lease,
-            PodClients(read),
+            PodClients(tokens),
             gateway,
             rate_limit,
-            poll_clients=PodClients(read),
-            ask_clients=PodClients(read),
-            reaper_clients=PodClients(read, connections=REAPER_CONNECTIONS),
+            poll_clients=PodClients(tokens),
+            ask_clients=PodClients(tokens),
+            reaper_clients=PodClients(tokens, connections=REAPER_CONNECTIONS),
             strangers=PodClients(connections=REAPER_CONNECTIONS),
             events=EventPoster(api),
             holds_deleted=holds_deleted,

@@ -22,9 +22,9 @@ from typing import Any
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_upkeep import MAX_EARLIER, Download, DownloadedModel, DownloadState
 from poc_operator.apis.v1alpha1.meta import DOWNLOAD_LABEL
-from poc_operator.fleets.merge import PatchError
+from poc_operator.fleets.merge import PatchError, without_volume
 from poc_operator.fleets.render import CONTAINER, HASH, Object, claim_of, object_of, pod_template
-from poc_operator.fleets.resolve import Resolved, Surroundings
+from poc_operator.fleets.resolve import TOKEN_VOLUME, Resolved, Surroundings
 from poc_operator.fleets.strangers import foreign
 from poc_operator.observed import PodView
 
@@ -56,7 +56,9 @@ _OF_THE_POD = (
 #: Fields of the pods' container that the download's container has too.
 _OF_THE_CONTAINER = ("envFrom", "image", "imagePullPolicy", "securityContext", "volumeMounts")
 #: Variables that the download must not have: it asks the hub, and nobody asks it.
-_NOT_FOR_DOWNLOADS = frozenset({"HF_HUB_OFFLINE", "VLLM_POC_TOKEN", "VLLM_POC_OPEN", "VLLM_POC_CALLBACK_ALLOW"})
+_NOT_FOR_DOWNLOADS = frozenset(
+    {"HF_HUB_OFFLINE", "VLLM_POC_TOKEN", "VLLM_POC_TOKEN_FILE", "VLLM_POC_OPEN", "VLLM_POC_CALLBACK_ALLOW"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +229,7 @@ def waits_for(record: Download, pods: Sequence[PodView]) -> str:
 
 def _job(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Object:
     name = job_name(fleet, resolved)
-    spec: Object = pod_template(fleet, resolved, around)["spec"]
+    spec = without_volume(pod_template(fleet, resolved, around)["spec"], TOKEN_VOLUME)
     container = next((one for one in spec["containers"] if one["name"] == CONTAINER), None)
     if container is None:
         raise PatchError(f"spec.podTemplate.spec.containers must keep {CONTAINER}, which cache.download has to imitate")

@@ -15,7 +15,8 @@ from typing import Any
 
 from poc_operator.apis.v1alpha1.fleet import MAX_REPLICAS
 from poc_operator.apis.v1alpha1.meta import COMPONENT, FLEET_LABEL, GROUPS_LABEL
-from poc_operator.fleets.merge import PatchError
+from poc_operator.fleets.merge import PatchError, without_volume
+from poc_operator.fleets.resolve import TOKEN_VOLUME
 from poc_operator.observed import PodView
 
 Object = dict[str, Any]
@@ -25,7 +26,7 @@ HELD = MAX_REPLICAS
 _RANK = "--node-rank"
 _LEADER_RANK = f"{_RANK}=0"
 #: Variables of the PoC routes, which workers do not serve.
-_NOT_FOR_WORKERS = frozenset({"VLLM_POC_TOKEN", "VLLM_POC_OPEN", "VLLM_POC_CALLBACK_ALLOW"})
+_NOT_FOR_WORKERS = frozenset({"VLLM_POC_TOKEN", "VLLM_POC_TOKEN_FILE", "VLLM_POC_OPEN", "VLLM_POC_CALLBACK_ALLOW"})
 #: Fields of the container that are about its server.
 _OF_THE_SERVER = frozenset({"lifecycle", "ports", "startupProbe", "readinessProbe", "livenessProbe"})
 
@@ -69,7 +70,7 @@ def group_spec(template: Object, container: str, nodes: int, replicas: int) -> O
 
 
 def _worker_template(leader: Object, container: str) -> Object:
-    pod = leader["spec"]
+    pod = without_volume(leader["spec"], TOKEN_VOLUME)
     if all(one["name"] != container for one in pod["containers"]):
         raise PatchError(f"spec.podTemplate.spec.containers must keep {container}, from which workers are made")
     spec = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects as plain JSON: a strategic merge patch put over one, and whether one has all that another has.
+"""Objects as plain JSON: a strategic merge patch put over one, a volume taken out, and whether one covers another.
 
 Lists whose items have a key, such as containers by their names, are merged item by item; others replace. Kubernetes has
 the keys in its types, and `_KEYS` those that a pod's template can have.
@@ -95,6 +95,24 @@ def _identity(name: str, item: Mapping[str, Json], path: str) -> tuple[Json, ...
 
 def _key_of(name: str, item: Mapping[str, Json]) -> tuple[Json, ...]:
     return tuple(item.get(key, _DEFAULTS.get(key)) for key in _KEYS[name])
+
+
+def without_volume(pod: Mapping[str, Json], name: str) -> dict[str, Json]:
+    """Return a pod's spec without a volume, and without its mounts."""
+    found = dict(pod)
+    if "volumes" in pod:
+        found["volumes"] = [one for one in pod["volumes"] if one.get("name") != name]
+    for kind in ("containers", "initContainers"):
+        if kind in pod:
+            found[kind] = [_without_mounts(container, name) for container in pod[kind]]
+    return found
+
+
+def _without_mounts(container: Mapping[str, Json], volume: str) -> dict[str, Json]:
+    mounts = container.get("volumeMounts")
+    return dict(container) | (
+        {} if mounts is None else {"volumeMounts": [one for one in mounts if one.get("name") != volume]}
+    )
 
 
 def covers(found: Json, wanted: Json, name: str = "") -> bool:

@@ -27,7 +27,7 @@ from poc_operator.apis.v1alpha1.meta import (
 from poc_operator.fleets import decode
 from poc_operator.fleets.groups import group_ingress, group_labels, group_spec, leader_flags
 from poc_operator.fleets.merge import PatchError, merged
-from poc_operator.fleets.resolve import Resolved, Surroundings
+from poc_operator.fleets.resolve import TOKEN_VOLUME, Resolved, Surroundings
 
 Object = dict[str, Any]
 
@@ -36,6 +36,8 @@ CONTAINER = "vllm"
 #: The pod serves on for so long while Services forget it.
 PRE_STOP_SECONDS = 5
 _SHARED_MEMORY = "8Gi"
+#: Where pods have the token of their PoC routes: in a folder, since a file that is mounted alone never changes.
+_TOKEN_FOLDER = "/etc/vllm-poc"  # noqa: S105 - a path
 _PROBE_SECONDS = 5
 #: Annotation of every object of a fleet: a digest of what was wanted when it was applied last.
 HASH = f"{GROUP}/wanted"
@@ -231,6 +233,7 @@ def _pod(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Object:
         "volumes": [
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}},
             {"name": "cache", **_cache(fleet)},
+            *_token_volumes(fleet, around),
             *decode.volumes(spec),
         ],
     }
@@ -268,6 +271,14 @@ def _cache(fleet: PoCFleet) -> Object:
     return {"emptyDir": {}} if claim is None else {"persistentVolumeClaim": {"claimName": claim}}
 
 
+def _token_volumes(fleet: PoCFleet, around: Surroundings) -> list[Object]:
+    if fleet.spec.auth.open:
+        return []
+    # Whatever user the image has may read it: that is the default mode.
+    secret = {"secretName": around.token_secret, "items": [{"key": "token", "path": "token"}]}
+    return [{"name": TOKEN_VOLUME, "secret": secret}]
+
+
 def _container(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Object:
     spec = fleet.spec
     return {
@@ -289,6 +300,10 @@ def _container(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Obj
         "volumeMounts": [
             {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108
             {"name": "cache", "mountPath": "/cache"},
+            *(
+                {"name": one["name"], "mountPath": _TOKEN_FOLDER, "readOnly": True}
+                for one in _token_volumes(fleet, around)
+            ),
             *decode.mounts(spec),
         ],
     }
@@ -320,7 +335,7 @@ def _env(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> list[Obje
     if spec.auth.open:
         found["VLLM_POC_OPEN"] = _value("1")
     else:
-        found["VLLM_POC_TOKEN"] = _secret(around.token_secret, "token")
+        found["VLLM_POC_TOKEN_FILE"] = _value(f"{_TOKEN_FOLDER}/token")
     if spec.hugging_face.offline:
         found["HF_HUB_OFFLINE"] = _value("1")
     if spec.hugging_face.token_secret is not None:

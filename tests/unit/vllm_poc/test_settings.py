@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
+from pathlib import Path
+
 import pytest
 
-from vllm_poc.settings import Settings, SettingsError
+from vllm_poc.settings import Settings, SettingsError, read_token
 
 
 def test_by_default_nobody_else_is_answered() -> None:
@@ -25,6 +28,39 @@ def test_the_token_is_not_printed() -> None:
     assert "s3cret" not in repr(Settings.from_environment({"VLLM_POC_TOKEN": "s3cret"}))
 
 
+def test_a_token_stands_in_a_variable_or_in_a_file() -> None:
+    settings = Settings.from_environment({"VLLM_POC_TOKEN_FILE": "/a/token"})
+    assert (settings.token, settings.token_file) == (None, "/a/token")
+    with pytest.raises(SettingsError, match=r"^VLLM_POC_TOKEN_FILE: there is a token by VLLM_POC_TOKEN, too: leave"):
+        Settings.from_environment({"VLLM_POC_TOKEN_FILE": "/a/token", "VLLM_POC_TOKEN": "s3cret"})
+
+
+def test_a_token_is_read_without_the_line_break_of_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(" s3cret\n")
+    assert read_token(str(file)) == "s3cret"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, r"cannot be read \(No such file or directory\)"),
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"s3cret\xff", r"cannot be read \(it is no text\)"),
+    ],
+    ids=str,
+)
+def test_a_file_without_a_token_is_named_with_the_remedy(tmp_path: Path, content: bytes | None, says: str) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_bytes(content)
+    expected = f"^VLLM_POC_TOKEN_FILE: {re.escape(str(file))} {says}: mount the Secret there, or set VLLM_POC_TOKEN"
+    with pytest.raises(SettingsError, match=expected) as raised:
+        read_token(str(file))
+    assert "s3cret" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -33,6 +69,7 @@ def test_the_token_is_not_printed() -> None:
         ("PENDING_RESULTS", "many"),
         ("CALLBACK_ALLOW", " , "),
         ("TOKEN", ""),
+        ("TOKEN_FILE", ""),
         ("OPEN", ""),
         ("OPEN", "everybody"),
     ],

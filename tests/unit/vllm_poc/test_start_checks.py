@@ -4,6 +4,7 @@
 import importlib
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -28,6 +29,16 @@ def test_a_misspelt_setting_ends_the_import_of_the_middleware(
     monkeypatch.setenv("VLLM_POC_TOKN", "secret")
     with pytest.raises(SettingsError, match=r"VLLM_POC_TOKN is not a setting: did you mean VLLM_POC_TOKEN"):
         importlib.reload(app)
+
+
+@pytest.mark.usefixtures("release")
+def test_a_file_without_a_token_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    monkeypatch.setenv("VLLM_POC_TOKEN_FILE", str(file))
+    with pytest.raises(SettingsError, match=r"VLLM_POC_TOKEN_FILE: .* cannot be read .*: mount the Secret there"):
+        importlib.reload(app)
+    file.write_text("s3cret")
+    importlib.import_module("vllm_poc.start_checks").check_start()
 
 
 def test_an_old_release_ends_it(release: ModuleType) -> None:

@@ -40,7 +40,14 @@ OWN_FLAGS: Mapping[str, str] = {
     "--headless": "parallelism.kubernetesNodes",
 }
 #: Environment variables that fields of the spec stand for.
-OWN_VARIABLES = ("VLLM_POC_TOKEN", "VLLM_POC_OPEN", "VLLM_POC_CALLBACK_ALLOW", "HF_TOKEN", *DECODE_VARIABLES)
+OWN_VARIABLES = (
+    "VLLM_POC_TOKEN",
+    "VLLM_POC_TOKEN_FILE",
+    "VLLM_POC_OPEN",
+    "VLLM_POC_CALLBACK_ALLOW",
+    "HF_TOKEN",
+    *DECODE_VARIABLES,
+)
 
 
 def _spellings(flag: str) -> str:
@@ -149,8 +156,8 @@ class EnvVar(ApiModel):
         Rule(rule="has(self.value) != has(self.valueFrom)", message="set exactly one of value and valueFrom"),
         Rule(
             rule=f"!(self.name in [{', '.join(map(cel_text, OWN_VARIABLES))}])",
-            message="the operator sets VLLM_POC_TOKEN, VLLM_POC_OPEN, VLLM_POC_CALLBACK_ALLOW, HF_TOKEN and "
-            "VLLM_POC_DECODE_*: use auth, callbackAllow, huggingFace.tokenSecret and decode",
+            message="the operator sets VLLM_POC_TOKEN, VLLM_POC_TOKEN_FILE, VLLM_POC_OPEN, VLLM_POC_CALLBACK_ALLOW, "
+            "HF_TOKEN and VLLM_POC_DECODE_*: use auth, callbackAllow, huggingFace.tokenSecret and decode",
             field_path=".name",
         ),
     )

@@ -183,8 +183,11 @@ class FleetObjects:
         of_sets = [body["data"]["spec"] for body in found if "leaderWorkerTemplate" in (body["data"].get("spec") or {})]
         return of_sets[-1]["leaderWorkerTemplate"] if of_sets else None
 
-    async def ensure_token(self, namespace: str, name: str) -> None:
-        """Make the Secret with the token of the namespace's pods, unless there is one: it is never changed."""
+    async def ensure_token(self, namespace: str, name: str) -> bool:
+        """Make the Secret with the token of the namespace's pods, unless there is one: it is never changed.
+
+        Return whether it was made.
+        """
         path = f"/api/v1/namespaces/{namespace}/secrets"
         try:
             await self._request("GET", f"{path}/{name}")
@@ -199,7 +202,9 @@ class FleetObjects:
             try:
                 await self._request("POST", path, body=body, content="application/json")
             except StaleObject:  # another has made it meanwhile
-                return
+                return False
+            return True
+        return False
 
     async def products(self) -> Sequence[str] | None:
         """Return the GPU products of the cluster's Kubernetes nodes; None if the operator may not read them."""

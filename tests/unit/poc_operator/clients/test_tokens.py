@@ -10,7 +10,7 @@ from aiohttp import web
 
 from poc_operator.clients.errors import PodError, PodUnreachable, StoreForbidden, StoreUnavailable
 from poc_operator.clients.pods.client import base_url
-from poc_operator.clients.pods.tokens import REFRESH_SECONDS, PodClients
+from poc_operator.clients.pods.tokens import REFRESH_SECONDS, PodClients, Tokens
 
 TOKENS: dict[str, str | Exception | None] = {"a": "token-a", "b": "token-b", "open": None}
 
@@ -55,7 +55,7 @@ async def running(world: World) -> AsyncIterator[PodClients]:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     world.port = runner.addresses[0][1]
-    async with PodClients(world.read, clock=lambda: world.seconds) as clients:
+    async with PodClients(Tokens(world.read, lambda: world.seconds)) as clients:
         yield clients
     await runner.cleanup()
 
@@ -87,6 +87,21 @@ async def test_a_token_that_changes_is_sent_after_a_while() -> None:
         world.tokens["a"] = None
         world.seconds += REFRESH_SECONDS
         assert await world.told(clients, "a") is None
+
+
+async def test_all_clients_of_a_process_change_to_another_token_together() -> None:
+    """Else a pod that is polled with the new one would be asked for nonces with the old one, and be charged for it."""
+    world = World()
+    async with running(world):
+        tokens = Tokens(world.read, lambda: world.seconds)
+        async with PodClients(tokens) as polls, PodClients(tokens) as asks:
+            await polls.of("a")
+            world.seconds += REFRESH_SECONDS / 2
+            await asks.of("a")
+            world.tokens["a"] = "token-c"
+            world.seconds += REFRESH_SECONDS / 2
+            assert [await world.told(clients, "a") for clients in (polls, asks)] == ["Bearer token-c"] * 2
+            assert world.reads == ["a", "a"]
 
 
 async def test_while_the_api_server_is_away_the_last_token_counts() -> None:

@@ -283,3 +283,43 @@ async def test_the_pvc_of_a_fleet_is_among_its_objects() -> None:
     assert await around.claim(fleet, {}) is None
     found = {("PersistentVolumeClaim", "demo-cache"): {"metadata": {"uid": "pvc-1"}}}
     assert (await around.claim(fleet, found), claims.asked) == ("pvc-1", 0)
+
+
+class Secrets:
+    """A namespace with or without the Secret of its pods' token."""
+
+    def __init__(self) -> None:
+        self.is_there = True
+        self.looks = 0
+
+    async def ensure_token(self, namespace: str, name: str) -> bool:
+        assert (namespace, name) == ("ns", "vllm-poc-token")
+        made, self.is_there, self.looks = not self.is_there, True, self.looks + 1
+        return made
+
+
+PODS = {"pods": [{"name": "demo-0", "uid": "a", "server": "a/1", "result": "Passed"}]}
+
+
+@pytest.mark.parametrize(
+    ("status", "before", "told"),
+    [(None, False, False), (PODS, False, True), (None, True, True)],
+    ids=["a new fleet", "a fleet with pods, a new process", "a Secret that was there"],
+)
+async def test_a_secret_that_is_made_anew_is_told_of(
+    status: Any,  # noqa: ANN401
+    before: bool,
+    told: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    secrets, now = Secrets(), 0.0
+    around = FleetSurroundings(cast(Any, secrets), FleetOptions(), lambda: now)
+    fleet = a_fleet(status=status)
+    if before:
+        await around.ensure_token(fleet)
+        now += SURROUNDINGS_SECONDS
+    secrets.is_there = False
+    for _ in range(3):
+        await around.ensure_token(fleet)
+    assert caplog.text.count('namespace "ns": the Secret "vllm-poc-token" with the token of its pods was gone') == told
+    assert secrets.looks == before + 1

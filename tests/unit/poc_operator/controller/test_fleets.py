@@ -91,8 +91,9 @@ class Cluster:
         self._meet(f"delete {kind}")
         self.going.append((kind, name))
 
-    async def ensure_token(self, namespace: str, name: str) -> None:
+    async def ensure_token(self, namespace: str, name: str) -> bool:
         self._meet("token")
+        return False
 
     async def write_status(self, fleet: PoCFleet, status: FleetStatus) -> str:
         name = fleet.metadata.name

@@ -403,7 +403,9 @@ def test_the_job_runs_where_pods_run_with_their_image_and_asks_the_hub() -> None
     names = {one["name"] for one in container["env"]}
     assert {"HF_HOME", "HF_TOKEN", "OWN"} <= names
     assert container["envFrom"] == source, "which may have the hub's token"
-    assert not names & {"HF_HUB_OFFLINE", "VLLM_POC_TOKEN"}
+    assert not names & {"HF_HUB_OFFLINE", "VLLM_POC_TOKEN", "VLLM_POC_TOKEN_FILE"}
+    assert [one["name"] for one in pod["volumes"]] == ["shm", "cache"]
+    assert [one["name"] for one in container["volumeMounts"]] == ["shm", "cache"]
     assert "resources" not in container
     world.job(DONE)
     world.turn()

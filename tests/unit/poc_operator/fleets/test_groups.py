@@ -60,8 +60,20 @@ def test_the_leader_serves_and_workers_follow_it() -> None:
     assert theirs["args"] == [*followed, "--headless"]
     assert ours["resources"] == theirs["resources"]
     assert not {"ports", "readinessProbe", "livenessProbe", "startupProbe", "lifecycle"} & theirs.keys()
-    assert "VLLM_POC_TOKEN" in {one["name"] for one in ours["env"]}
-    assert "VLLM_POC_TOKEN" not in {one["name"] for one in theirs["env"]}
+    assert "VLLM_POC_TOKEN_FILE" in {one["name"] for one in ours["env"]}
+    assert "VLLM_POC_TOKEN_FILE" not in {one["name"] for one in theirs["env"]}
+    volumes = [{one["name"] for one in pod["spec"]["volumes"]} for pod in (leader, worker)]
+    assert volumes == [{"shm", "cache", "poc-token"}, {"shm", "cache"}]
+    assert {one["name"] for one in theirs["volumeMounts"]} == {"shm", "cache"}
+
+
+def test_what_shares_the_volume_of_the_token_is_in_no_worker() -> None:
+    mount = {"name": "poc-token", "mountPath": "/t"}
+    own = {"initContainers": [{"name": "a", "volumeMounts": [mount]}], "containers": [{"name": "b"}]}
+    leader, worker = templates_of(spanning(podTemplate={"spec": own}))
+    assert leader["spec"]["initContainers"][0]["volumeMounts"] == [mount]
+    assert worker["spec"]["initContainers"] == [{"name": "a", "volumeMounts": []}]
+    assert [one["name"] for one in worker["spec"]["containers"]] == ["vllm", "b"]
 
 
 def test_no_selector_of_rounds_takes_a_worker() -> None:

@@ -80,7 +80,7 @@ def _check_pods(fleet: PoCFleet, body: Object) -> None:
     variables = {one["name"]: one for one in vllm["env"]}
     assert len(variables) == len(vllm["env"])
     # Closed, unless the spec says otherwise; never both.
-    assert ("VLLM_POC_OPEN" in variables) == fleet.spec.auth.open != ("VLLM_POC_TOKEN" in variables)
+    assert ("VLLM_POC_OPEN" in variables) == fleet.spec.auth.open != ("VLLM_POC_TOKEN_FILE" in variables)
     assert vllm["args"][1] == "--enable-poc"
     assert vllm["args"][-len(fleet.spec.engine_args or []) :] == (fleet.spec.engine_args or vllm["args"])
 
@@ -152,9 +152,21 @@ def test_the_token_is_that_which_the_operator_sends() -> None:
     found = resolve(a_fleet().spec, AROUND)
     assert isinstance(found, Resolved)
     objects = render(a_fleet(), found, replace(AROUND, token_secret="own"))  # noqa: S106 - a name
-    env = objects[-1]["spec"]["template"]["spec"]["containers"][0]["env"]
-    token = next(one for one in env if one["name"] == "VLLM_POC_TOKEN")
-    assert token["valueFrom"] == {"secretKeyRef": {"name": "own", "key": "token"}}
+    pod = objects[-1]["spec"]["template"]["spec"]
+    (volume,) = [one for one in pod["volumes"] if "secret" in one]
+    assert volume["secret"] == {"secretName": "own", "items": [{"key": "token", "path": "token"}]}
+    (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == volume["name"]]
+    variables = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
+    assert variables["VLLM_POC_TOKEN_FILE"] == f"{mount['mountPath']}/token"
+    assert "VLLM_POC_TOKEN" not in variables
+    # Kubernetes never changes a file that is mounted alone.
+    assert mount == {"name": volume["name"], "mountPath": "/etc/vllm-poc", "readOnly": True}
+
+
+def test_open_pods_have_no_token() -> None:
+    spec = pod_of(auth={"open": True}, callbackAllow=["*"])["spec"]
+    assert not [one for one in spec["volumes"] if "secret" in one]
+    assert {one["name"] for one in spec["containers"][0]["volumeMounts"]} == {one["name"] for one in spec["volumes"]}
 
 
 def test_a_users_variable_replaces_that_of_a_preset() -> None:

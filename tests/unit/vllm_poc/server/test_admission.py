@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which processes of vLLM PoC can run with, and where results may go."""
+"""Which processes of vLLM PoC can run with, where results may go, and the token that a file has."""
 
+import logging
 from argparse import Namespace
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from starlette.types import Scope
 
-from vllm_poc.server.admission import Access, deployment_refusal
+from tests.support.fakes.clock import FakeClock
+from vllm_poc.server.admission import LOOK_SECONDS, Access, Answered, TokenFile, deployment_refusal
+from vllm_poc.server.errors import RefusalError
 from vllm_poc.settings import Settings
 
 SINGLE = {
@@ -76,3 +82,100 @@ def test_keys_are_not_printed() -> None:
     settings = Settings.from_environment({"VLLM_POC_TOKEN": "s3cret"})
     assert "s3cret" not in repr(Access.decide(settings, None, {}))
     assert "s3cret" not in repr(Access.decide(Settings(), Namespace(api_key=["s3cret"]), {}))
+
+
+class Volume:
+    """A Secret as the kubelet mounts it: the file is a link, and the folder that it leads through is swapped."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._swaps = 0
+        self.path = folder / "token"
+        self.path.symlink_to(Path("..data") / "token")
+
+    def swap(self, token: str | None) -> None:
+        """Put another Secret there; one without the key for None."""
+        self._swaps += 1
+        there = self._folder / f"..{self._swaps}"
+        there.mkdir()
+        if token is not None:
+            (there / "token").write_text(token)
+        (self._folder / "..new").symlink_to(there.name)
+        (self._folder / "..new").rename(self._folder / "..data")
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Volume:
+    return Volume(tmp_path)
+
+
+def sent(token: str) -> Scope:
+    return {"type": "http", "headers": [(b"authorization", f"Bearer {token}".encode())]}
+
+
+def answers(file: TokenFile, token: str, vllm_key: str | None = None) -> bool:
+    """Whether somebody with the token is answered."""
+    settings = Settings.from_environment({"VLLM_POC_TOKEN_FILE": "named", "VLLM_POC_OPEN": "1"})
+    access = Access.decide(settings, Namespace(api_key=[vllm_key] if vllm_key else None), {}, file)
+    assert access.answered is Answered.WITH_TOKEN
+    with suppress(RefusalError):
+        access.check(sent(token))
+        return True
+    return False
+
+
+def test_a_secret_that_is_swapped_counts_within_a_second(volume: Volume, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    clock = FakeClock()
+    file = TokenFile(str(volume.path), clock)
+    volume.swap("first\n")
+    assert [answers(file, token) for token in ("first", "second", "", "first\n")] == [True, False, False, False]
+    volume.swap("second")
+    clock.advance(LOOK_SECONDS / 2)
+    assert answers(file, "first"), "it is not read for each request"
+    clock.advance(LOOK_SECONDS / 2)
+    assert [answers(file, token) for token in ("first", "second")] == [False, True]
+    assert len(caplog.messages) == 1
+    assert "has changed" in caplog.text
+    assert not any(token in caplog.text for token in ("first", "second"))
+
+
+@pytest.mark.parametrize("lost", [None, "", " \n"], ids=["gone", "empty", "blank"])
+def test_the_last_token_counts_while_the_file_has_none(
+    volume: Volume, lost: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    clock = FakeClock()
+    file = TokenFile(str(volume.path), clock)
+    volume.swap("first")
+    assert answers(file, "first")
+    volume.swap(lost)
+    for _ in range(3):
+        clock.advance(LOOK_SECONDS)
+        assert [answers(file, token) for token in ("first", "other", "")] == [True, False, False]
+    (line,) = caplog.messages
+    assert line.startswith(f"VLLM_POC_TOKEN_FILE: {volume.path} ")
+    assert line.endswith("Until then the token that it had last counts on.")
+    volume.swap("first")
+    clock.advance(LOOK_SECONDS)
+    assert answers(file, "first")
+    assert caplog.messages[1:] == [f"the token in {volume.path} can be read again"]
+
+
+@pytest.mark.parametrize("vllm_key", [None, "sk-chat"])
+def test_nobody_is_answered_before_the_file_has_a_token(volume: Volume, vllm_key: str | None) -> None:
+    """The server does not start without one. If it is lost right then, neither keys nor VLLM_POC_OPEN let others in."""
+    clock = FakeClock()
+    file = TokenFile(str(volume.path), clock)
+    assert not any(answers(file, token, vllm_key) for token in ("", "None", "sk-chat"))
+    volume.swap("first")
+    clock.advance(LOOK_SECONDS)
+    assert answers(file, "first", vllm_key)
+
+
+def test_a_token_of_a_file_is_not_printed(volume: Volume) -> None:
+    volume.swap("s3cret")
+    file = TokenFile(str(volume.path), FakeClock())
+    assert answers(file, "s3cret")
+    settings = Settings.from_environment({"VLLM_POC_TOKEN_FILE": "named"})
+    assert "s3cret" not in repr(Access.decide(settings, None, {}, file)) + repr(file)
