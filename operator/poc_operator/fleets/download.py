@@ -179,6 +179,14 @@ def _is_in_another(old: Download, seen: DownloadSeen) -> bool:
     return seen.claim is not None and old.claim not in ("", seen.claim)
 
 
+def is_held(fleet: PoCFleet, seen: DownloadSeen) -> bool:
+    """Whether the StatefulSet waits for a download, as far as the status tells."""
+    told = fleet.status.download
+    if not fleet.spec.cache.download or told is None:
+        return False
+    return told.state is not DownloadState.DOWNLOADED or _is_in_another(told, seen)
+
+
 def is_abandoned(fleet: PoCFleet, body: Mapping[str, Any], wanted: str) -> bool:
     """Whether an object is a Job that downloads what the fleet asked for before; ``wanted`` is the name of another.
 

@@ -17,15 +17,15 @@ from poc_operator.apis.v1alpha1.fleet_upkeep import Download, FleetPod
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_KIND
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, CheckPod, check_pods, finding
-from poc_operator.fleets.conditions import PodCounts, Verdict
-from poc_operator.fleets.download import DownloadSeen, download, is_abandoned, job_name
+from poc_operator.fleets.conditions import PodCounts, Verdict, unmonitored
+from poc_operator.fleets.download import DownloadSeen, download, is_abandoned, is_held, job_name
 from poc_operator.fleets.forecast import Eviction, Spares, WorkOnPods
 from poc_operator.fleets.groups import HELD, partition_in, partition_of, with_partition
-from poc_operator.fleets.healing import Finding, Healed, faulty_gpus, heal
-from poc_operator.fleets.history import recorded
+from poc_operator.fleets.healing import Healed, faulty_gpus, heal
+from poc_operator.fleets.history import Known, fleet_before, recorded, rescaled
 from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.progress import Watched
-from poc_operator.fleets.render import Object, render, signed
+from poc_operator.fleets.render import Object, claim_of, render, render_beside, signed
 from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve, resolved_before
 from poc_operator.fleets.rollback import (
     differences,
@@ -63,7 +63,7 @@ class FleetSnapshot:
     ``work`` are the objects that select the fleet's pods. ``busy``, ``unevicted`` and ``evicted`` are of `UpdateSeen`,
     and ``evicted_names`` are the names of the last. ``nodes`` are Kubernetes nodes of pods that are not ready.
     ``good_template`` is the template of the last good revision, if an update has failed; None if that is gone.
-    ``resolved`` is what this process has last known the fleet to serve.
+    ``known`` is what this process has last known the fleet to serve.
     """
 
     fleet: PoCFleet
@@ -85,7 +85,7 @@ class FleetSnapshot:
     evicted_names: frozenset[str] = frozenset()
     good_template: Mapping[str, Any] | None = None
     nodes: Nodes = field(default_factory=dict)
-    resolved: Resolved | None = None
+    known: Known | None = None
 
     @cached_property
     def own(self) -> Sequence[PodView]:
@@ -111,6 +111,11 @@ class FleetSnapshot:
         return self.objects.get((GROUPS_KIND, self.fleet.metadata.name))
 
     @property
+    def workload(self) -> Mapping[str, Any] | None:
+        """The one of both that the fleet keeps."""
+        return self.stateful_set if self.fleet.spec.kubernetes_nodes == 1 else self.groups
+
+    @property
     def is_observed(self) -> bool:
         """Whether the StatefulSet's status is about its present spec, and that about the LeaderWorkerSet's."""
         found = self.stateful_set
@@ -131,12 +136,12 @@ class FleetStep:
     ``needs_token`` says that the pods' Secret must exist. What is to be deleted is as the API server has it.
 
     ``checks`` are the pods to ask for a self-check once the status is recorded, ``evict`` those to evict, and
-    ``events`` what to tell then. ``moves`` says that the next turn must not wait. ``resolved`` is for the next
+    ``events`` what to tell then. ``moves`` says that the next turn must not wait. ``known`` is for the next
     snapshot.
     """
 
     status: FleetStatus
-    resolved: Resolved | None = None
+    known: Known | None = None
     delete: Sequence[Mapping[str, Any]] = ()
     apply: Sequence[Object] = ()
     needs_token: bool = False
@@ -160,16 +165,69 @@ class _Wanted:
 
 
 def plan(seen: FleetSnapshot) -> FleetStep:
-    """Return the fleet's next step."""
+    """Return the fleet's next step.
+
+    While its spec cannot be used, the fleet goes on with the last one that could, but for what is about no template.
+    """
+    resolved = resolve(seen.fleet.spec, seen.around, chosen=seen.fleet.status.gpu_product)
+    if isinstance(resolved, Refusal):
+        return _unusable(seen, resolved)
+    wanted = _wanted(seen, resolved)
+    if isinstance(wanted, Refusal) and wanted.reason is Reason.POD_TEMPLATE_INVALID:
+        return _unusable(seen, wanted, resolved)
+    return _step(seen, wanted, resolved, Known(seen.fleet.spec, resolved))
+
+
+def _unusable(seen: FleetSnapshot, refusal: Refusal, resolved: Resolved | None = None) -> FleetStep:
+    """Return the next step of a fleet whose spec is refused; ``resolved`` is what it says nevertheless.
+
+    A process that has known no other spec keeps the template that the workload has, and what the status tells.
+    """
+    known, fleet, workload = seen.known, seen.fleet, seen.workload
+    if refusal.reason is Reason.LEADER_WORKER_SET_UNKNOWN:
+        return _step(seen, refusal, known.resolved if known is not None else None, known)  # it cannot be applied
+    if known is not None:
+        before = _with_fleet(seen, known.fleet(fleet))
+        return _step(before, _wanted(before, known.resolved), known.resolved, known, refusal)
+    if resolved is None and fleet.status.stat_test is not None:
+        resolved = resolved_before(fleet.status)
+    if workload is not None:
+        seen = _with_fleet(seen, fleet_before(fleet, workload))
+    return _step(seen, refusal, resolved, None, refusal)
+
+
+def _with_fleet(seen: FleetSnapshot, fleet: PoCFleet) -> FleetSnapshot:
+    """Return the snapshot with the fleet as it was. Nothing is known of a PVC that it had then."""
+    claim = seen.download.claim if claim_of(fleet) == claim_of(seen.fleet) else None
+    return replace(seen, fleet=fleet, download=replace(seen.download, claim=claim))
+
+
+def _upkeep(seen: FleetSnapshot) -> Sequence[Object]:
+    """Return what is to be applied of a fleet whose template is not known: there must be a workload that has it."""
+    fleet, found = seen.fleet, seen.workload
+    if found is None:
+        return []
+    wanted = list(render_beside(fleet, seen.around))
+    there = [body for key in map(key_of, wanted) if (body := seen.objects.get(key)) is not None]
+    if any(foreign(fleet, body) is not None for body in (*there, found)):
+        return []
+    if found["spec"].get("replicas") != fleet.spec.replicas and not is_held(fleet, seen.download):
+        wanted.append(rescaled(fleet, found))
+    return [body for body in _held(seen, wanted) if _differs(seen, body)]
+
+
+def _step(
+    seen: FleetSnapshot,
+    wanted: _Wanted | Refusal,
+    resolved: Resolved | None,
+    known: Known | None,
+    refusal: Refusal | None = None,
+) -> FleetStep:
+    """Return the next step towards what is wanted; ``refusal`` says why that is not what the spec asks for."""
     fleet = seen.fleet
-    resolved = resolve(fleet.spec, seen.around, chosen=fleet.status.gpu_product)
-    wanted = resolved if isinstance(resolved, Refusal) else _wanted(seen, resolved)
     healed = heal(fleet, seen.own, seen.health, seen.now, {**seen.unevicted, **seen.busy})
-    # Pods go on as they are while the spec is refused, and are to compute the same. The status does not have all that
-    # they are judged by.
-    known = seen.resolved if isinstance(resolved, Refusal) else resolved
-    checked = check_pods(fleet, known, seen.staying, seen.answers, seen.now)
-    parts = _Parts(seen, known or resolved_before(fleet.status), healed, checked)
+    checked = check_pods(fleet, resolved, seen.staying, seen.answers, seen.now)
+    parts = _Parts(seen, resolved or resolved_before(fleet.status), healed, checked)
     others = strangers_came(fleet, strangers(fleet, seen.pods))
     hung = [
         Eviction(pod, Spares.NOTHING)
@@ -177,16 +235,25 @@ def plan(seen: FleetSnapshot) -> FleetStep:
         if pod.uid not in seen.busy and pod.uid not in seen.evicted
     ]
     if isinstance(wanted, Refusal):
-        status = parts.status(wanted, fleet.status.download, fleet.status.update)
-        return FleetStep(status=status, resolved=known, checks=checked.asks, evict=hung, events=others)
+        status = parts.status(refusal or wanted, fleet.status.download, fleet.status.update)
+        is_kept = wanted is refusal and seen.workload is not None
+        return FleetStep(
+            status=status,
+            known=known,
+            apply=_upkeep(seen) if is_kept else (),
+            needs_token=is_kept and not fleet.spec.auth.open,
+            checks=checked.asks,
+            evict=hung,
+            events=others,
+        )
     asked = _workload(wanted.objects)
     apply = [body for body in _held(seen, _with_good_template(seen, wanted)) if _differs(seen, body)]
     update = _update(seen, wanted, asked, settled=seen.is_observed and _workload(apply) is None)
     # One after the other: a hung pod is away as well.
     outdated = update.evict if seen.refused is None and not hung else ()
     return FleetStep(
-        status=parts.status(seen.refused, wanted.download, _told(seen, asked, update)),
-        resolved=known,
+        status=parts.status(refusal or seen.refused, wanted.download, _told(seen, asked, update)),
+        known=known,
         delete=wanted.delete,
         apply=apply,
         needs_token=not fleet.spec.auth.open,
@@ -351,16 +418,6 @@ def _differs(seen: FleetSnapshot, wanted: Object) -> bool:
     return not settled or not covers(found["metadata"], wanted["metadata"])
 
 
-def _unmonitored(seen: FleetSnapshot) -> list[Finding]:
-    if not seen.fleet.spec.metrics.pod_monitor or seen.around.pod_monitors:
-        return []
-    text = (
-        "the cluster does not know PodMonitors: install Prometheus Operator with its CRDs, or set metrics.podMonitor "
-        "to false"
-    )
-    return [(Reason.POD_MONITOR_UNKNOWN, text)]
-
-
 @dataclass(frozen=True)
 class _Parts:
     """What a status is made of, whatever becomes of the objects."""
@@ -405,6 +462,7 @@ class _Parts:
             "gpu_count": resolved.gpu_count if resolved is not None else 0,
             "seq_len": resolved.seq_len if resolved is not None else None,
             "k_dim": resolved.k_dim if resolved is not None else None,
+            "stat_test": resolved.stat_test if resolved is not None and not resolved.remembered else old.stat_test,
             "expected_nonces_per_minute": rate * fleet.spec.replicas if rate is not None else None,
             "pods": entries,
             "self_check_references": list(self.checked.references),
@@ -423,7 +481,7 @@ class _Parts:
         update: UpdateStatus,
         entries: Sequence[FleetPod],
     ) -> Verdict:
-        findings = [*self.healed.findings, *faulty_gpus(entries), *_unmonitored(self.seen)]
+        findings = [*self.healed.findings, *faulty_gpus(entries), *unmonitored(self.seen.fleet, self.seen.around)]
         findings += [(self.seen.left.reason, self.seen.left.message)] if self.seen.left is not None else []
         others = strangers(self.seen.fleet, self.seen.pods)
         if refusal is not None:
