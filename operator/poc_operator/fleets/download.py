@@ -227,10 +227,21 @@ def _state(job: Mapping[str, Any], seen: DownloadSeen) -> dict[str, Any]:
 
 def waits_for(record: Download, pods: Sequence[PodView]) -> str:
     """Say how far a download is that is under way."""
+    return f"{record.model} is downloaded{_how_far(record, pods)}"
+
+
+def holds_back(record: Download, pods: Sequence[PodView]) -> str:
+    """Say what an update waits for whose model is not there yet."""
+    if record.state is DownloadState.FAILED:
+        return f"the download of {record.model} has failed: {record.message}"
+    return f"downloading {record.model}{_how_far(record, pods)}"
+
+
+def _how_far(record: Download, pods: Sequence[PodView]) -> str:
     if record.percent is not None:
-        return f"{record.model} is downloaded: {record.percent} %"
+        return f": {record.percent} %"
     waiting = next((pod.waiting_for for pod in pods if pod.stays and not pod.ready and pod.waiting_for), "")
-    return f"{record.model} is downloaded" + (f" ({waiting})" if waiting else "")
+    return f" ({waiting})" if waiting else ""
 
 
 def _job(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Object:

@@ -18,7 +18,7 @@ from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_KIND
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, CheckPod, check_pods, finding
 from poc_operator.fleets.conditions import PodCounts, Verdict, unmonitored
-from poc_operator.fleets.download import DownloadSeen, download, is_abandoned, is_held, job_name
+from poc_operator.fleets.download import DownloadSeen, download, holds_back, is_abandoned, is_held, job_name
 from poc_operator.fleets.forecast import Eviction, Spares, WorkOnPods
 from poc_operator.fleets.groups import HELD, partition_in, partition_of, with_partition
 from poc_operator.fleets.healing import Healed, faulty_gpus, heal
@@ -272,16 +272,18 @@ def _update(seen: FleetSnapshot, wanted: _Wanted, asked: Object | None, *, settl
     more, but for the good one on the way back.
     """
     step, old = plan_update(_update_seen(seen, asked, settled=settled)), seen.fleet.status.update
-    if asked is not None:
+    if asked is not None or wanted.download is None:
         return step
-    message = f"0 of {seen.fleet.spec.replicas} pods are updated; waiting for the download of the model"
-    if step.evict and step.status.phase is not UpdatePhase.FAILED:
+    phase, told = step.status.phase, {"message": holds_back(wanted.download, seen.download.pods)}
+    if step.evict and phase is not UpdatePhase.FAILED:
         canary = old.model_dump(include={"canary", "canary_node", "canary_time"})
-        return replace(step, evict=(), status=step.status.model_copy(update={**canary, "message": message}))
-    over = step.status.phase in (UpdatePhase.COMPLETE, UpdatePhase.WAITING)
+        return replace(step, evict=(), status=step.status.model_copy(update={**canary, **told}))
+    if phase in (UpdatePhase.CANARY, UpdatePhase.ROLLING):
+        return replace(step, status=step.status.model_copy(update=told))
+    over = phase in (UpdatePhase.COMPLETE, UpdatePhase.WAITING)
     if not over or step.status.digest in ("", digest_of(wanted.asked)):
         return step
-    return replace(step, status=step.status.model_copy(update={"phase": UpdatePhase.WAITING, "message": message}))
+    return replace(step, status=step.status.model_copy(update={"phase": UpdatePhase.WAITING, **told}))
 
 
 def _workload(bodies: Sequence[Object]) -> Object | None:
