@@ -120,7 +120,7 @@ def download(
     if not fleet.spec.cache.download:
         return DownloadStep(record=None)
     name, told = job_name(fleet, resolved), fleet.status.download
-    known = _downloaded(told)
+    known = _downloaded(told, seen)
     old = told if told is not None and told.job == name else _again(known.pop(name, None))
     step = _step(fleet, resolved, around, job, seen, old)
     if step.record is None:
@@ -129,14 +129,18 @@ def download(
     return replace(step, record=step.record.model_copy(update={"earlier": earlier}))
 
 
-def _downloaded(told: Download | None) -> dict[str, DownloadedModel]:
-    """Return the models that were downloaded, by the names of their Jobs, the last one at the end."""
+def _downloaded(told: Download | None, seen: DownloadSeen) -> dict[str, DownloadedModel]:
+    """Return the models that were downloaded, by the names of their Jobs, the last one at the end.
+
+    Those of which no PVC is known were in the one that is gone, if one is.
+    """
     if told is None:
         return {}
     found = {one.job: one for one in told.earlier}
     if told.state is DownloadState.DOWNLOADED:
         found[told.job] = DownloadedModel(job=told.job, model=told.model, claim=told.claim)
-    return found
+    is_gone = seen.claim == "" or _is_in_another(told, seen)
+    return {name: one for name, one in found.items() if one.claim or not is_gone}
 
 
 def _again(one: DownloadedModel | None) -> Download | None:

@@ -115,6 +115,43 @@ def test_an_earlier_model_whose_pvc_is_gone_is_downloaded_again(claim: str) -> N
     assert (len(fleet.jobs()), fleet.served()) == (1, "org/v2")
 
 
+@pytest.mark.parametrize("at_once", [False, True], ids=["before", "at once"])
+@pytest.mark.parametrize("gone", [["another"], ["", "another"], [""]], ids=["another", "anew", "gone"])
+def test_an_earlier_model_of_which_no_pvc_is_known_went_with_the_one_that_is_gone(
+    gone: list[str], at_once: bool
+) -> None:
+    """The operator may not have been allowed to read the PVC when the model was downloaded."""
+    fleet = Fleet()
+    fleet.forget_jobs()
+    fleet.roll()
+    fleet.forget_jobs()
+    fleet.status["download"]["earlier"][0]["claim"] = ""
+    if at_once:
+        fleet.spec["model"] = {"path": "org/v1"}
+    for claim in gone:
+        fleet.turn(download=DownloadSeen(claim=claim))
+    fleet.forget_jobs()
+    fleet.spec["model"] = {"path": "org/v1"}
+    for claim in gone[-1:] * 2:
+        step = fleet.turn(download=DownloadSeen(claim=claim))
+        assert (len(fleet.jobs()), fleet.served(), step.status.reason) == (1, "org/v2", "Downloading")
+    fleet.job(DONE)
+    fleet.turn(download=DownloadSeen(claim="another"))
+    assert (fleet.served(), fleet.status["download"]["claim"]) == ("org/v1", "another")
+
+
+def test_an_earlier_model_of_which_no_pvc_is_known_is_believed_while_none_is_gone() -> None:
+    fleet = Fleet()
+    fleet.forget_jobs()
+    fleet.roll()
+    fleet.forget_jobs()
+    fleet.status["download"]["earlier"][0]["claim"] = ""
+    for claim in (None, "pvc"):
+        fleet.turn(download=DownloadSeen(claim=claim))
+    fleet.ask("org/v1")
+    assert (fleet.jobs(), fleet.served()) == ([], "org/v1")
+
+
 def test_no_more_models_are_remembered_than_may_be() -> None:
     fleet = Fleet()
     for number in range(9):
