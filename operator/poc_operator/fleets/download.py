@@ -160,7 +160,7 @@ def _step(
 ) -> DownloadStep:
     """Return what to do about the download, of which ``old`` was recorded."""
     name = job_name(fleet, resolved)
-    lost = old is not None and _is_in_another(old, seen)
+    lost = _is_lost(old, job, seen)
     # A Job that goes on while its PVC is lost has filled that one.
     claim = old.claim if old is not None and old.claim and (job is not None or not lost) else seen.claim or ""
     if old is not None and old.state is DownloadState.DOWNLOADED and not lost:
@@ -174,6 +174,15 @@ def _step(
     if lost or _is_going(job) or ("Complete" not in _ended(job) and not _is_like(job, wanted)):
         return DownloadStep(record=record, outdated=not _is_going(job))
     return DownloadStep(record=record.model_copy(update=_state(job, seen)))
+
+
+def _is_lost(old: Download | None, job: Mapping[str, Any] | None, seen: DownloadSeen) -> bool:
+    """Whether what was downloaded is not in the PVC that there is, or nobody knows whether it is.
+
+    That is so of a Job that has ended without a record, while the spec asked for another model.
+    """
+    is_done = job is not None and "Complete" in _ended(job)
+    return _is_in_another(old, seen) or (is_done and seen.claim == "") if old is not None else is_done
 
 
 def _is_in_another(old: Download, seen: DownloadSeen) -> bool:
