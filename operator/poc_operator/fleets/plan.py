@@ -386,10 +386,11 @@ def _told(seen: FleetSnapshot, asked: Object | None, update: UpdateStep) -> Upda
 
 def _wanted(seen: FleetSnapshot, resolved: Resolved) -> _Wanted | Refusal:
     fleet, name = seen.fleet, job_name(seen.fleet, resolved)
-    job = seen.objects.get(("Job", name))
+    jobs = {one: body for (kind, one), body in seen.objects.items() if kind == "Job"}
+    job = jobs.get(name)
     try:
         wanted = [recorded(fleet, body) for body in render(fleet, resolved, seen.around)]
-        ahead = download(fleet, resolved, seen.around, job, seen.download)
+        ahead = download(fleet, resolved, seen.around, jobs, seen.download)
     except PatchError as error:
         return Refusal(Reason.POD_TEMPLATE_INVALID, str(error))
     there = [seen.objects[key] for body in wanted if (key := key_of(body)) in seen.objects]
@@ -402,8 +403,8 @@ def _wanted(seen: FleetSnapshot, resolved: Resolved) -> _Wanted | Refusal:
     unwanted += [job] if job is not None and ahead.outdated else []
     (asked,) = filter(_is_workload, wanted)
     now = [body for body in wanted if not (ahead.holds and body is asked)]
-    jobs = [ahead.job] if ahead.job is not None else []
-    return _Wanted(objects=[*now, *jobs], download=ahead.record, asked=asked, delete=unwanted)
+    now += [ahead.job] if ahead.job is not None else []
+    return _Wanted(objects=now, download=ahead.record, asked=asked, delete=unwanted)
 
 
 def _differs(seen: FleetSnapshot, wanted: Object) -> bool:

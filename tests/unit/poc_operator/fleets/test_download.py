@@ -221,9 +221,11 @@ def test_nobody_knows_which_pvc_a_job_has_filled_that_ended_while_another_model_
     world = World()
     world.turn(download=DownloadSeen(claim="pvc-1"))
     (name,) = world.jobs()
-    world.job(DONE)
+    world.job(RUNNING)
     world.spec["model"] = {"path": "org/next"}
+    going = {**world.objects["Job", name], **DONE}
     world.turn(download=DownloadSeen(claim="pvc-1"))
+    world.objects["Job", name] = going
     world.spec["model"] = {"path": "org/model"}
     step = world.turn(download=DownloadSeen(claim=claim))
     assert ("Job", name) in [key_of(body) for body in step.delete]
@@ -232,6 +234,21 @@ def test_nobody_knows_which_pvc_a_job_has_filled_that_ended_while_another_model_
     world.job(DONE)
     world.turn(download=DownloadSeen(claim=claim or "pvc-2"))
     assert (world.served(), world.status["download"]["claim"]) == ("org/model", claim or "pvc-2")
+
+
+@pytest.mark.parametrize("claim", ["pvc-1", "pvc-2"])
+def test_a_job_that_ends_while_another_model_is_asked_for_has_downloaded_its_own(claim: str) -> None:
+    world = World()
+    world.turn(download=DownloadSeen(claim="pvc-1"))
+    world.job(DONE)
+    world.spec["model"] = {"path": "org/next"}
+    world.turn(download=DownloadSeen(claim=claim))
+    world.spec["model"] = {"path": "org/model"}
+    world.turn(download=DownloadSeen(claim="pvc-1"))
+    assert (world.served(), world.status["download"]["claim"]) == {
+        "pvc-1": ("org/model", "pvc-1"),
+        "pvc-2": (None, "pvc-1"),
+    }[claim]
 
 
 def test_no_job_has_filled_a_pvc_that_is_not_there() -> None:
