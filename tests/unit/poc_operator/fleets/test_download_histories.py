@@ -221,7 +221,7 @@ def test_no_history_lets_pods_come_before_their_model_or_wait_for_ever(
 def test_who_goes_back_waits_for_no_download(data: st.DataObject, update: dict[str, Any], image: bool) -> None:
     """Even if the hub never answers again, and whatever the fleet has waited for."""
     world = prepared(update, {})
-    live(world, data, [*ASKED, *BROKEN, "hub", "lose job", "slow", *["image"] * image])
+    live(world, data, [*ASKED, "node", "lose", "hub", "lose job", "slow", *["image"] * image])
     world.hub = False
     world.value = data.draw(st.sampled_from(sorted(model.removeprefix("org/") for _, model in world.weights)))
     jobs = set(world.jobs)
