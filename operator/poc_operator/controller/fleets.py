@@ -44,9 +44,10 @@ from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
 from poc_operator.controller.self_checks import CHECKS, SelfChecks
 from poc_operator.fleets.download import DownloadSeen
+from poc_operator.fleets.history import Known
 from poc_operator.fleets.merge import covers
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
-from poc_operator.fleets.resolve import Refusal, Resolved
+from poc_operator.fleets.resolve import Refusal
 from poc_operator.fleets.strangers import foreign, is_stranger
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import WorkEvent
@@ -92,7 +93,7 @@ class _Loop:
     #: The last good revision of a fleet whose update has failed, and its template.
     good: tuple[str, Mapping[str, Any]] | None = None
     #: What the fleet was last known to serve.
-    resolved: Resolved | None = None
+    known: Known | None = None
 
 
 class Fleets:
@@ -332,7 +333,7 @@ class Fleets:
             step = plan(await self._observe(loop, fleet, float("inf")))
         await self._record(loop, fleet, step)
         loop.checks.keep(step.checks, {pod.uid for pod in step.status.pods})
-        loop.moves, loop.resolved = step.moves, step.resolved
+        loop.moves, loop.known = step.moves, step.known
         if step.evict:
             await loop.evictor.evict(fleet, step.evict, labels_of(fleet, seen.stateful_set, seen.own))
             if fleet.spec.kubernetes_nodes > 1:
@@ -388,7 +389,7 @@ class Fleets:
             evicted_names=loop.evictor.evicted_names,
             good_template=await self._good_template(loop, fleet),
             nodes=await self._around.nodes(fleet, own),
-            resolved=loop.resolved,
+            known=loop.known,
         )
 
     async def _download(self, fleet: PoCFleet, objects: Mapping[Key, Body]) -> DownloadSeen:

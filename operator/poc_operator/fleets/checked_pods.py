@@ -46,6 +46,7 @@ from vllm_poc.wire.messages import Protocol
 
 #: How the message of a pod begins whose server cannot be asked, or does not answer.
 CANNOT_CHECK = "the pod cannot be checked: "
+_UNUSABLE = "the fleet's spec cannot be used"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,8 @@ def check_pods(
 ) -> CheckedPods:
     """Judge what pods have answered so far, by their uids, and choose those to ask. ``pods`` are those that stay.
 
-    Without ``resolved`` it is not known what pods are to compute: what was found so far stays.
+    Without ``resolved`` it is not known what pods are to compute: what was found so far stays. Where it is from the
+    status, pods are compared with a reference of the status alone: the preset may have vectors, or make another one.
     """
     told = {entry.uid: entry for entry in fleet.status.pods}
     views = [
@@ -120,7 +122,8 @@ def check_pods(
     used = {*groups, *(view.entry.reference for view in views)}
     # What the fleet's pods are to compute outlives them: the next pod may be the only one, and the wrong one.
     wanted = _check(fleet, resolved, "")
-    used |= {wanted.name} if isinstance(wanted, Check) else known.keys()
+    is_known = isinstance(wanted, Check) and resolved is not None and not resolved.remembered
+    used |= {wanted.name} if isinstance(wanted, Check) and is_known else known.keys()
     return CheckedPods(
         pods=[view.entry for view in views],
         references=[found for name, found in known.items() if name in used and found is not None],
@@ -150,6 +153,9 @@ class _View:
         port = pod.serving_port(fleet.spec.port)
         server = pod.server(port)
         check = _check(fleet, resolved, pod.container(port).model)
+        if isinstance(check, Check) and resolved is not None and resolved.remembered:
+            references = {found.name for found in fleet.status.self_check_references}
+            check = check if check.name in references else _UNUSABLE
         if told is None or told.server != server:
             told = FleetPod(name=pod.name, uid=pod.uid, server=server)
         if answer is not None and (isinstance(check, str) or (answer.server, answer.check) != (server, check.name)):
@@ -182,7 +188,7 @@ class _View:
 def _check(fleet: PoCFleet, resolved: Resolved | None, model: str) -> Check | str:
     """Return what a pod is to compute that loads this model, or why that cannot be said."""
     if resolved is None:
-        return "the fleet's spec cannot be used"
+        return _UNUSABLE
     spec = fleet.spec.self_check
     seq_len, k_dim = spec.seq_len or resolved.seq_len or CHECK_SEQ_LEN, spec.k_dim or resolved.k_dim or CHECK_K_DIM
     if spec.nonces * k_dim > MAX_CHECK_NUMBERS:

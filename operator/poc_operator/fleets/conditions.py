@@ -7,13 +7,14 @@ from datetime import datetime
 from typing import Self
 
 from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase, UpdateStatus
 from poc_operator.apis.v1alpha1.fleet_upkeep import Download, DownloadState
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.download import PORT as DOWNLOAD_PORT
 from poc_operator.fleets.download import waits_for
 from poc_operator.fleets.healing import Finding
-from poc_operator.fleets.resolve import Refusal
+from poc_operator.fleets.resolve import Refusal, Surroundings
 from poc_operator.fleets.stages import cannot_run, stages_of
 from poc_operator.observed import PodView
 
@@ -150,6 +151,17 @@ class Verdict:
             )
             for kind, (holds, reason, message) in told.items()
         ]
+
+
+def unmonitored(fleet: PoCFleet, around: Surroundings) -> list[Finding]:
+    """Tell of PodMonitors that the fleet asks for and the cluster does not know."""
+    if not fleet.spec.metrics.pod_monitor or around.pod_monitors:
+        return []
+    text = (
+        "the cluster does not know PodMonitors: install Prometheus Operator with its CRDs, or set metrics.podMonitor "
+        "to false"
+    )
+    return [(Reason.POD_MONITOR_UNKNOWN, text)]
 
 
 def _why_failing(pods: Sequence[PodView], port: int) -> tuple[Reason, str]:

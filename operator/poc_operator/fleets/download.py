@@ -115,30 +115,38 @@ def download(
     fleet: PoCFleet,
     resolved: Resolved,
     around: Surroundings,
-    job: Mapping[str, Any] | None,
+    jobs: Mapping[str, Mapping[str, Any]],
     seen: DownloadSeen,
 ) -> DownloadStep:
-    """Return what to do about the download. ``job`` is the Job as the API server has it. PatchError."""
+    """Return what to do about the download. ``jobs`` are the Jobs as the API server has them, by name. PatchError."""
     if not fleet.spec.cache.download:
         return DownloadStep(record=None)
     name, told = job_name(fleet, resolved), fleet.status.download
-    known = _downloaded(told)
+    known = _downloaded(told, seen, jobs)
     old = told if told is not None and told.job == name else _again(known.pop(name, None))
-    step = _step(fleet, resolved, around, job, seen, old)
+    step = _step(fleet, resolved, around, jobs.get(name), seen, old)
     if step.record is None:
         return step
     earlier = [one for one in known.values() if one.job != name][-MAX_EARLIER:]
     return replace(step, record=step.record.model_copy(update={"earlier": earlier}))
 
 
-def _downloaded(told: Download | None) -> dict[str, DownloadedModel]:
-    """Return the models that were downloaded, by the names of their Jobs, the last one at the end."""
+def _downloaded(
+    told: Download | None, seen: DownloadSeen, jobs: Mapping[str, Mapping[str, Any]]
+) -> dict[str, DownloadedModel]:
+    """Return the models that were downloaded, by the names of their Jobs, the last one at the end.
+
+    Those of which no PVC is known were in the one that is gone, if one is. The last Job may have ended since.
+    """
     if told is None:
         return {}
     found = {one.job: one for one in told.earlier}
-    if told.state is DownloadState.DOWNLOADED:
+    job = jobs.get(told.job)
+    has_ended = job is not None and _is_done(job) and not _is_going(job) and not _is_lost(told, job, seen)
+    if told.state is DownloadState.DOWNLOADED or has_ended:
         found[told.job] = DownloadedModel(job=told.job, model=told.model, claim=told.claim)
-    return found
+    is_gone = seen.claim == "" or _is_in_another(told, seen)
+    return {name: one for name, one in found.items() if one.claim or not is_gone}
 
 
 def _again(one: DownloadedModel | None) -> Download | None:
@@ -158,7 +166,7 @@ def _step(
 ) -> DownloadStep:
     """Return what to do about the download, of which ``old`` was recorded."""
     name = job_name(fleet, resolved)
-    lost = old is not None and _is_in_another(old, seen)
+    lost = _is_lost(old, job, seen)
     # A Job that goes on while its PVC is lost has filled that one.
     claim = old.claim if old is not None and old.claim and (job is not None or not lost) else seen.claim or ""
     if old is not None and old.state is DownloadState.DOWNLOADED and not lost:
@@ -169,9 +177,18 @@ def _step(
         failed = old is not None and old.state is DownloadState.FAILED
         said = {"state": old.state, "message": old.message} if old is not None and failed else {}
         return DownloadStep(job=wanted, record=record.model_copy(update=said))
-    if lost or _is_going(job) or ("Complete" not in _ended(job) and not _is_like(job, wanted)):
+    if lost or _is_going(job) or not (_is_done(job) or _is_like(job, wanted)):
         return DownloadStep(record=record, outdated=not _is_going(job))
     return DownloadStep(record=record.model_copy(update=_state(job, seen)))
+
+
+def _is_lost(old: Download | None, job: Mapping[str, Any] | None, seen: DownloadSeen) -> bool:
+    """Whether what was downloaded is not in the PVC that there is, or nobody knows whether it is.
+
+    That is so of a Job that has ended without a record, while the spec asked for another model.
+    """
+    is_done = job is not None and _is_done(job)
+    return _is_in_another(old, seen) or (is_done and seen.claim == "") if old is not None else is_done
 
 
 def _is_in_another(old: Download, seen: DownloadSeen) -> bool:
@@ -179,6 +196,14 @@ def _is_in_another(old: Download, seen: DownloadSeen) -> bool:
     if seen.claim == "":
         return old.state is DownloadState.DOWNLOADED or bool(old.claim)
     return seen.claim is not None and old.claim not in ("", seen.claim)
+
+
+def is_held(fleet: PoCFleet, seen: DownloadSeen) -> bool:
+    """Whether the StatefulSet waits for a download, as far as the status tells."""
+    told = fleet.status.download
+    if not fleet.spec.cache.download or told is None:
+        return False
+    return told.state is not DownloadState.DOWNLOADED or _is_in_another(told, seen)
 
 
 def is_abandoned(fleet: PoCFleet, body: Mapping[str, Any], wanted: str) -> bool:
@@ -191,6 +216,10 @@ def is_abandoned(fleet: PoCFleet, body: Mapping[str, Any], wanted: str) -> bool:
         return False
     labels = body["spec"]["template"]["metadata"].get("labels") or {}
     return bool(labels.get(DOWNLOAD_LABEL) == name)  # another Job of the user's has not
+
+
+def _is_done(job: Mapping[str, Any]) -> bool:
+    return "Complete" in _ended(job)
 
 
 def _is_going(job: Mapping[str, Any]) -> bool:
@@ -221,10 +250,21 @@ def _state(job: Mapping[str, Any], seen: DownloadSeen) -> dict[str, Any]:
 
 def waits_for(record: Download, pods: Sequence[PodView]) -> str:
     """Say how far a download is that is under way."""
+    return f"{record.model} is downloaded{_how_far(record, pods)}"
+
+
+def holds_back(record: Download, pods: Sequence[PodView]) -> str:
+    """Say what an update waits for whose model is not there yet."""
+    if record.state is DownloadState.FAILED:
+        return f"the download of {record.model} has failed: {record.message}"
+    return f"downloading {record.model}{_how_far(record, pods)}"
+
+
+def _how_far(record: Download, pods: Sequence[PodView]) -> str:
     if record.percent is not None:
-        return f"{record.model} is downloaded: {record.percent} %"
+        return f": {record.percent} %"
     waiting = next((pod.waiting_for for pod in pods if pod.stays and not pod.ready and pod.waiting_for), "")
-    return f"{record.model} is downloaded" + (f" ({waiting})" if waiting else "")
+    return f" ({waiting})" if waiting else ""
 
 
 def _job(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Object:

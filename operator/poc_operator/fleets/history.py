@@ -17,6 +17,8 @@ from pydantic import ValidationError
 from poc_operator.apis.v1alpha1.fleet import FleetSpec, PoCFleet
 from poc_operator.apis.v1alpha1.meta import GROUP
 from poc_operator.apis.v1alpha1.schema import aliases
+from poc_operator.fleets.render import object_of, signed
+from poc_operator.fleets.resolve import Resolved
 from poc_operator.fleets.rollback import differences
 
 Object = Mapping[str, Any]
@@ -74,6 +76,38 @@ def record_in(body: Object) -> Object | None:
         return record_of(FleetSpec.model_validate_json(text)) if text is not None else None
     except ValidationError:
         return None
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a fleet was last known to serve, and the spec that it was known of."""
+
+    spec: FleetSpec
+    resolved: Resolved
+
+    def fleet(self, fleet: PoCFleet) -> PoCFleet:
+        """Return the fleet with the spec of then. What is about no template is that of now."""
+        return _with_template_of(fleet, self.spec)
+
+
+def fleet_before(fleet: PoCFleet, workload: Object) -> PoCFleet:
+    """Return the fleet with the spec that its workload was made from, as far as that is recorded."""
+    record = record_in(workload)
+    return fleet if record is None else _with_template_of(fleet, FleetSpec.model_validate(record))
+
+
+def _with_template_of(fleet: PoCFleet, spec: FleetSpec) -> PoCFleet:
+    now = {name: getattr(fleet.spec, name) for name in NOT_OF_TEMPLATES}
+    return fleet.model_copy(update={"spec": spec.model_copy(update=now)})
+
+
+def rescaled(fleet: PoCFleet, workload: Object) -> dict[str, Any]:
+    """Return the workload that there is with the fleet's number of replicas, and its template as it is."""
+    metadata = workload["metadata"]
+    spec = {**workload["spec"], "replicas": fleet.spec.replicas}
+    body = signed(object_of(workload["apiVersion"], workload["kind"], metadata["name"], fleet, spec))
+    kept = {name: text for name, text in (metadata.get("annotations") or {}).items() if name == RECORD}
+    return {**body, "metadata": {**body["metadata"], "annotations": {**kept, **body["metadata"]["annotations"]}}}
 
 
 def revisions_of(stateful_set: Object, bodies: Iterable[Object]) -> Sequence[Revision]:

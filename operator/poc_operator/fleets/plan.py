@@ -17,15 +17,15 @@ from poc_operator.apis.v1alpha1.fleet_upkeep import Download, FleetPod
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_KIND
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, CheckPod, check_pods, finding
-from poc_operator.fleets.conditions import PodCounts, Verdict
-from poc_operator.fleets.download import DownloadSeen, download, is_abandoned, job_name
+from poc_operator.fleets.conditions import PodCounts, Verdict, unmonitored
+from poc_operator.fleets.download import DownloadSeen, download, holds_back, is_abandoned, is_held, job_name
 from poc_operator.fleets.forecast import Eviction, Spares, WorkOnPods
 from poc_operator.fleets.groups import HELD, partition_in, partition_of, with_partition
-from poc_operator.fleets.healing import Finding, Healed, faulty_gpus, heal
-from poc_operator.fleets.history import recorded
+from poc_operator.fleets.healing import Healed, faulty_gpus, heal
+from poc_operator.fleets.history import Known, fleet_before, recorded, rescaled
 from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.progress import Watched
-from poc_operator.fleets.render import Object, render, signed
+from poc_operator.fleets.render import Object, claim_of, render, render_beside, signed
 from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve, resolved_before
 from poc_operator.fleets.rollback import (
     differences,
@@ -64,7 +64,7 @@ class FleetSnapshot:
     and ``evicted_names`` tells of the last for which revision pods of such names were evicted. ``nodes`` are Kubernetes
     nodes of pods that are not ready.
     ``good_template`` is the template of the last good revision, if an update has failed; None if that is gone.
-    ``resolved`` is what this process has last known the fleet to serve.
+    ``known`` is what this process has last known the fleet to serve.
     """
 
     fleet: PoCFleet
@@ -86,7 +86,7 @@ class FleetSnapshot:
     evicted_names: Mapping[str, str] = field(default_factory=dict)
     good_template: Mapping[str, Any] | None = None
     nodes: Nodes = field(default_factory=dict)
-    resolved: Resolved | None = None
+    known: Known | None = None
 
     @cached_property
     def own(self) -> Sequence[PodView]:
@@ -112,6 +112,11 @@ class FleetSnapshot:
         return self.objects.get((GROUPS_KIND, self.fleet.metadata.name))
 
     @property
+    def workload(self) -> Mapping[str, Any] | None:
+        """The one of both that the fleet keeps."""
+        return self.stateful_set if self.fleet.spec.kubernetes_nodes == 1 else self.groups
+
+    @property
     def is_observed(self) -> bool:
         """Whether the StatefulSet's status is about its present spec, and that about the LeaderWorkerSet's."""
         found = self.stateful_set
@@ -132,12 +137,12 @@ class FleetStep:
     ``needs_token`` says that the pods' Secret must exist. What is to be deleted is as the API server has it.
 
     ``checks`` are the pods to ask for a self-check once the status is recorded, ``evict`` those to evict, and
-    ``events`` what to tell then. ``moves`` says that the next turn must not wait. ``resolved`` is for the next
+    ``events`` what to tell then. ``moves`` says that the next turn must not wait. ``known`` is for the next
     snapshot.
     """
 
     status: FleetStatus
-    resolved: Resolved | None = None
+    known: Known | None = None
     delete: Sequence[Mapping[str, Any]] = ()
     apply: Sequence[Object] = ()
     needs_token: bool = False
@@ -161,16 +166,69 @@ class _Wanted:
 
 
 def plan(seen: FleetSnapshot) -> FleetStep:
-    """Return the fleet's next step."""
+    """Return the fleet's next step.
+
+    While its spec cannot be used, the fleet goes on with the last one that could, but for what is about no template.
+    """
+    resolved = resolve(seen.fleet.spec, seen.around, chosen=seen.fleet.status.gpu_product)
+    if isinstance(resolved, Refusal):
+        return _unusable(seen, resolved)
+    wanted = _wanted(seen, resolved)
+    if isinstance(wanted, Refusal) and wanted.reason is Reason.POD_TEMPLATE_INVALID:
+        return _unusable(seen, wanted, resolved)
+    return _step(seen, wanted, resolved, Known(seen.fleet.spec, resolved))
+
+
+def _unusable(seen: FleetSnapshot, refusal: Refusal, resolved: Resolved | None = None) -> FleetStep:
+    """Return the next step of a fleet whose spec is refused; ``resolved`` is what it says nevertheless.
+
+    A process that has known no other spec keeps the template that the workload has, and what the status tells.
+    """
+    known, fleet, workload = seen.known, seen.fleet, seen.workload
+    if refusal.reason is Reason.LEADER_WORKER_SET_UNKNOWN:
+        return _step(seen, refusal, known.resolved if known is not None else None, known)  # it cannot be applied
+    if known is not None:
+        before = _with_fleet(seen, known.fleet(fleet))
+        return _step(before, _wanted(before, known.resolved), known.resolved, known, refusal)
+    if resolved is None and fleet.status.stat_test is not None:
+        resolved = resolved_before(fleet.status)
+    if workload is not None:
+        seen = _with_fleet(seen, fleet_before(fleet, workload))
+    return _step(seen, refusal, resolved, None, refusal)
+
+
+def _with_fleet(seen: FleetSnapshot, fleet: PoCFleet) -> FleetSnapshot:
+    """Return the snapshot with the fleet as it was. Nothing is known of a PVC that it had then."""
+    claim = seen.download.claim if claim_of(fleet) == claim_of(seen.fleet) else None
+    return replace(seen, fleet=fleet, download=replace(seen.download, claim=claim))
+
+
+def _upkeep(seen: FleetSnapshot) -> Sequence[Object]:
+    """Return what is to be applied of a fleet whose template is not known: there must be a workload that has it."""
+    fleet, found = seen.fleet, seen.workload
+    if found is None:
+        return []
+    wanted = list(render_beside(fleet, seen.around))
+    there = [body for key in map(key_of, wanted) if (body := seen.objects.get(key)) is not None]
+    if any(foreign(fleet, body) is not None for body in (*there, found)):
+        return []
+    if found["spec"].get("replicas") != fleet.spec.replicas and not is_held(fleet, seen.download):
+        wanted.append(rescaled(fleet, found))
+    return [body for body in _held(seen, wanted) if _differs(seen, body)]
+
+
+def _step(
+    seen: FleetSnapshot,
+    wanted: _Wanted | Refusal,
+    resolved: Resolved | None,
+    known: Known | None,
+    refusal: Refusal | None = None,
+) -> FleetStep:
+    """Return the next step towards what is wanted; ``refusal`` says why that is not what the spec asks for."""
     fleet = seen.fleet
-    resolved = resolve(fleet.spec, seen.around, chosen=fleet.status.gpu_product)
-    wanted = resolved if isinstance(resolved, Refusal) else _wanted(seen, resolved)
     healed = heal(fleet, seen.own, seen.health, seen.now, {**seen.unevicted, **seen.busy})
-    # Pods go on as they are while the spec is refused, and are to compute the same. The status does not have all that
-    # they are judged by.
-    known = seen.resolved if isinstance(resolved, Refusal) else resolved
-    checked = check_pods(fleet, known, seen.staying, seen.answers, seen.now)
-    parts = _Parts(seen, known or resolved_before(fleet.status), healed, checked)
+    checked = check_pods(fleet, resolved, seen.staying, seen.answers, seen.now)
+    parts = _Parts(seen, resolved or resolved_before(fleet.status), healed, checked)
     others = strangers_came(fleet, strangers(fleet, seen.pods))
     hung = [
         Eviction(pod, Spares.NOTHING)
@@ -178,16 +236,25 @@ def plan(seen: FleetSnapshot) -> FleetStep:
         if pod.uid not in seen.busy and pod.uid not in seen.evicted
     ]
     if isinstance(wanted, Refusal):
-        status = parts.status(wanted, fleet.status.download, fleet.status.update)
-        return FleetStep(status=status, resolved=known, checks=checked.asks, evict=hung, events=others)
+        status = parts.status(refusal or wanted, fleet.status.download, fleet.status.update)
+        is_kept = wanted is refusal and seen.workload is not None
+        return FleetStep(
+            status=status,
+            known=known,
+            apply=_upkeep(seen) if is_kept else (),
+            needs_token=is_kept and not fleet.spec.auth.open,
+            checks=checked.asks,
+            evict=hung,
+            events=others,
+        )
     asked = _workload(wanted.objects)
     apply = [body for body in _held(seen, _with_good_template(seen, wanted)) if _differs(seen, body)]
     update = _update(seen, wanted, asked, settled=seen.is_observed and _workload(apply) is None)
     # One after the other: a hung pod is away as well.
     outdated = update.evict if seen.refused is None and not hung else ()
     return FleetStep(
-        status=parts.status(seen.refused, wanted.download, _told(seen, asked, update)),
-        resolved=known,
+        status=parts.status(refusal or seen.refused, wanted.download, _told(seen, asked, update)),
+        known=known,
         delete=wanted.delete,
         apply=apply,
         needs_token=not fleet.spec.auth.open,
@@ -206,16 +273,18 @@ def _update(seen: FleetSnapshot, wanted: _Wanted, asked: Object | None, *, settl
     more, but for the good one on the way back.
     """
     step, old = plan_update(_update_seen(seen, asked, settled=settled)), seen.fleet.status.update
-    if asked is not None:
+    if asked is not None or wanted.download is None:
         return step
-    message = f"0 of {seen.fleet.spec.replicas} pods are updated; waiting for the download of the model"
-    if step.evict and step.status.phase is not UpdatePhase.FAILED:
+    phase, told = step.status.phase, {"message": holds_back(wanted.download, seen.download.pods)}
+    if step.evict and phase is not UpdatePhase.FAILED:
         canary = old.model_dump(include={"canary", "canary_node", "canary_time"})
-        return replace(step, evict=(), status=step.status.model_copy(update={**canary, "message": message}))
-    over = step.status.phase in (UpdatePhase.COMPLETE, UpdatePhase.WAITING)
+        return replace(step, evict=(), status=step.status.model_copy(update={**canary, **told}))
+    if phase in (UpdatePhase.CANARY, UpdatePhase.ROLLING):
+        return replace(step, status=step.status.model_copy(update=told))
+    over = phase in (UpdatePhase.COMPLETE, UpdatePhase.WAITING)
     if not over or step.status.digest in ("", digest_of(wanted.asked)):
         return step
-    return replace(step, status=step.status.model_copy(update={"phase": UpdatePhase.WAITING, "message": message}))
+    return replace(step, status=step.status.model_copy(update={"phase": UpdatePhase.WAITING, **told}))
 
 
 def _workload(bodies: Sequence[Object]) -> Object | None:
@@ -322,10 +391,11 @@ def _told(seen: FleetSnapshot, asked: Object | None, update: UpdateStep) -> Upda
 
 def _wanted(seen: FleetSnapshot, resolved: Resolved) -> _Wanted | Refusal:
     fleet, name = seen.fleet, job_name(seen.fleet, resolved)
-    job = seen.objects.get(("Job", name))
+    jobs = {one: body for (kind, one), body in seen.objects.items() if kind == "Job"}
+    job = jobs.get(name)
     try:
         wanted = [recorded(fleet, body) for body in render(fleet, resolved, seen.around)]
-        ahead = download(fleet, resolved, seen.around, job, seen.download)
+        ahead = download(fleet, resolved, seen.around, jobs, seen.download)
     except PatchError as error:
         return Refusal(Reason.POD_TEMPLATE_INVALID, str(error))
     there = [seen.objects[key] for body in wanted if (key := key_of(body)) in seen.objects]
@@ -338,8 +408,8 @@ def _wanted(seen: FleetSnapshot, resolved: Resolved) -> _Wanted | Refusal:
     unwanted += [job] if job is not None and ahead.outdated else []
     (asked,) = filter(_is_workload, wanted)
     now = [body for body in wanted if not (ahead.holds and body is asked)]
-    jobs = [ahead.job] if ahead.job is not None else []
-    return _Wanted(objects=[*now, *jobs], download=ahead.record, asked=asked, delete=unwanted)
+    now += [ahead.job] if ahead.job is not None else []
+    return _Wanted(objects=now, download=ahead.record, asked=asked, delete=unwanted)
 
 
 def _differs(seen: FleetSnapshot, wanted: Object) -> bool:
@@ -354,16 +424,6 @@ def _differs(seen: FleetSnapshot, wanted: Object) -> bool:
     # Its digest tells whether the same was wanted then.
     settled = found["metadata"]["resourceVersion"] == seen.settled.get(key)
     return not settled or not covers(found["metadata"], wanted["metadata"])
-
-
-def _unmonitored(seen: FleetSnapshot) -> list[Finding]:
-    if not seen.fleet.spec.metrics.pod_monitor or seen.around.pod_monitors:
-        return []
-    text = (
-        "the cluster does not know PodMonitors: install Prometheus Operator with its CRDs, or set metrics.podMonitor "
-        "to false"
-    )
-    return [(Reason.POD_MONITOR_UNKNOWN, text)]
 
 
 @dataclass(frozen=True)
@@ -410,6 +470,7 @@ class _Parts:
             "gpu_count": resolved.gpu_count if resolved is not None else 0,
             "seq_len": resolved.seq_len if resolved is not None else None,
             "k_dim": resolved.k_dim if resolved is not None else None,
+            "stat_test": resolved.stat_test if resolved is not None and not resolved.remembered else old.stat_test,
             "expected_nonces_per_minute": rate * fleet.spec.replicas if rate is not None else None,
             "pods": entries,
             "self_check_references": list(self.checked.references),
@@ -428,7 +489,7 @@ class _Parts:
         update: UpdateStatus,
         entries: Sequence[FleetPod],
     ) -> Verdict:
-        findings = [*self.healed.findings, *faulty_gpus(entries), *_unmonitored(self.seen)]
+        findings = [*self.healed.findings, *faulty_gpus(entries), *unmonitored(self.seen.fleet, self.seen.around)]
         findings += [(self.seen.left.reason, self.seen.left.message)] if self.seen.left is not None else []
         others = strangers(self.seen.fleet, self.seen.pods)
         if refusal is not None:

@@ -47,6 +47,11 @@ CHAT_PORT = 80
 
 def render(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Sequence[Object]:
     """Return all objects of the fleet, in the order in which they are to be created. PatchError of ``podTemplate``."""
+    return [*render_beside(fleet, around), signed(_workload(fleet, resolved, around))]
+
+
+def render_beside(fleet: PoCFleet, around: Surroundings) -> Sequence[Object]:
+    """Return the objects beside the workload, for which it does not matter what the fleet serves."""
     own = [
         *_claims(fleet),
         # LeaderWorkerSet gives pods names of its own.
@@ -55,7 +60,6 @@ def render(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Sequenc
         _network_policy(fleet),
         _disruption_budget(fleet),
         *([_pod_monitor(fleet)] if fleet.spec.metrics.pod_monitor and around.pod_monitors else []),
-        _workload(fleet, resolved, around),
     ]
     return [signed(body) for body in own]
 

@@ -224,7 +224,8 @@ class Resolved:
     """What the pods serve, and how. ``gpu_product`` is the value of the node label, None where any GPU will do.
 
     ``nonces_per_minute`` is a published figure for one pod, ``stat_test`` what the preset has of it. ``reserve_bytes``
-    of each GPU are for chains of the decode scheme.
+    of each GPU are for chains of the decode scheme. ``remembered`` says that it is from a status, which has neither
+    flags nor vectors of a preset.
     """
 
     model: str
@@ -240,6 +241,7 @@ class Resolved:
     stat_test: StatTest = field(default_factory=StatTest)
     golden: GoldenVectors | None = None
     reserve_bytes: int = 0
+    remembered: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,6 +297,8 @@ def resolved_before(status: FleetStatus) -> Resolved | None:
         gpu_count=status.gpu_count,
         seq_len=status.seq_len,
         k_dim=status.k_dim,
+        stat_test=status.stat_test or StatTest(),
+        remembered=True,
     )
 
 

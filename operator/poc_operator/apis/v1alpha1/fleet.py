@@ -41,6 +41,7 @@ from poc_operator.apis.v1alpha1.fleet_upkeep import (
 )
 from poc_operator.apis.v1alpha1.meta import Column, Kind, Resource
 from poc_operator.apis.v1alpha1.schema import ApiModel, Grammar, Int32, Int64, ListMap, Message, Rule, cel_text
+from poc_operator.apis.v1alpha1.validation import StatTest
 
 #: A hub id, with or without an organisation.
 HUB_ID = "[A-Za-z0-9][-A-Za-z0-9._]*(?:/[A-Za-z0-9][-A-Za-z0-9._]*)?"
@@ -230,6 +231,8 @@ class FleetStatus(ApiModel):
     """The network's tokens per nonce for the model, by the preset: `model.seqLen` of rounds."""
     k_dim: Int32 | None = None
     """The network's numbers per vector for the model, by the preset: `artifact.kDim` of rounds."""
+    stat_test: StatTest | None = None
+    """The preset's thresholds for self-checks, as far as it has them. Not set if they are not known."""
     expected_nonces_per_minute: Int32 | None = None
     """Nonces per minute that all replicas together should compute. The figure is the network's published one, not
     measured here."""

@@ -214,6 +214,56 @@ def test_a_job_that_has_filled_another_pvc_is_made_anew() -> None:
     assert (world.served(), world.status["download"]["claim"]) == ("org/model", "pvc-2")
 
 
+@pytest.mark.parametrize("claim", ["pvc-1", "pvc-2", "", None])
+def test_nobody_knows_which_pvc_a_job_has_filled_that_ended_while_another_model_was_asked_for(
+    claim: str | None,
+) -> None:
+    world = World()
+    world.turn(download=DownloadSeen(claim="pvc-1"))
+    (name,) = world.jobs()
+    world.job(RUNNING)
+    world.spec["model"] = {"path": "org/next"}
+    going = {**world.objects["Job", name], **DONE}
+    world.turn(download=DownloadSeen(claim="pvc-1"))
+    world.objects["Job", name] = going
+    world.spec["model"] = {"path": "org/model"}
+    step = world.turn(download=DownloadSeen(claim=claim))
+    assert ("Job", name) in [key_of(body) for body in step.delete]
+    assert (step.status.reason, world.served()) == (Reason.DOWNLOADING, None)
+    world.turn(download=DownloadSeen(claim=claim))
+    world.job(DONE)
+    world.turn(download=DownloadSeen(claim=claim or "pvc-2"))
+    assert (world.served(), world.status["download"]["claim"]) == ("org/model", claim or "pvc-2")
+
+
+@pytest.mark.parametrize("claim", ["pvc-1", "pvc-2"])
+def test_a_job_that_ends_while_another_model_is_asked_for_has_downloaded_its_own(claim: str) -> None:
+    world = World()
+    world.turn(download=DownloadSeen(claim="pvc-1"))
+    world.job(DONE)
+    world.spec["model"] = {"path": "org/next"}
+    world.turn(download=DownloadSeen(claim=claim))
+    world.spec["model"] = {"path": "org/model"}
+    world.turn(download=DownloadSeen(claim="pvc-1"))
+    assert (world.served(), world.status["download"]["claim"]) == {
+        "pvc-1": ("org/model", "pvc-1"),
+        "pvc-2": (None, "pvc-1"),
+    }[claim]
+
+
+def test_no_job_has_filled_a_pvc_that_is_not_there() -> None:
+    world = World()
+    for _ in range(2):
+        world.turn(download=DownloadSeen(claim=""))
+    world.job(DONE)
+    for _ in range(2):
+        step = world.turn(download=DownloadSeen(claim=""))
+        assert (step.status.reason, world.served()) == (Reason.DOWNLOADING, None)
+    world.job(DONE)
+    world.turn(download=DownloadSeen(claim="pvc-1"))
+    assert (world.served(), world.status["download"]["claim"]) == ("org/model", "pvc-1")
+
+
 def test_what_an_earlier_operator_downloaded_is_believed() -> None:
     """Its status does not say into which PVC; neither is a PVC known that the operator may not read."""
     world = downloaded(None)

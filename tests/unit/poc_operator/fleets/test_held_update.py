@@ -115,6 +115,43 @@ def test_an_earlier_model_whose_pvc_is_gone_is_downloaded_again(claim: str) -> N
     assert (len(fleet.jobs()), fleet.served()) == (1, "org/v2")
 
 
+@pytest.mark.parametrize("at_once", [False, True], ids=["before", "at once"])
+@pytest.mark.parametrize("gone", [["another"], ["", "another"], [""]], ids=["another", "anew", "gone"])
+def test_an_earlier_model_of_which_no_pvc_is_known_went_with_the_one_that_is_gone(
+    gone: list[str], at_once: bool
+) -> None:
+    """The operator may not have been allowed to read the PVC when the model was downloaded."""
+    fleet = Fleet()
+    fleet.forget_jobs()
+    fleet.roll()
+    fleet.forget_jobs()
+    fleet.status["download"]["earlier"][0]["claim"] = ""
+    if at_once:
+        fleet.spec["model"] = {"path": "org/v1"}
+    for claim in gone:
+        fleet.turn(download=DownloadSeen(claim=claim))
+    fleet.forget_jobs()
+    fleet.spec["model"] = {"path": "org/v1"}
+    for claim in gone[-1:] * 2:
+        step = fleet.turn(download=DownloadSeen(claim=claim))
+        assert (len(fleet.jobs()), fleet.served(), step.status.reason) == (1, "org/v2", "Downloading")
+    fleet.job(DONE)
+    fleet.turn(download=DownloadSeen(claim="another"))
+    assert (fleet.served(), fleet.status["download"]["claim"]) == ("org/v1", "another")
+
+
+def test_an_earlier_model_of_which_no_pvc_is_known_is_believed_while_none_is_gone() -> None:
+    fleet = Fleet()
+    fleet.forget_jobs()
+    fleet.roll()
+    fleet.forget_jobs()
+    fleet.status["download"]["earlier"][0]["claim"] = ""
+    for claim in (None, "pvc"):
+        fleet.turn(download=DownloadSeen(claim=claim))
+    fleet.ask("org/v1")
+    assert (fleet.jobs(), fleet.served()) == ([], "org/v1")
+
+
 def test_no_more_models_are_remembered_than_may_be() -> None:
     fleet = Fleet()
     for number in range(9):
@@ -126,20 +163,45 @@ def test_no_more_models_are_remembered_than_may_be() -> None:
     assert len(fleet.status["download"]["earlier"]) == 4
 
 
-@pytest.mark.parametrize("state", [RUNNING, FAILED], ids=["running", "failed"])
-def test_nobody_is_evicted_for_a_template_that_the_spec_does_not_ask_for_any_more(state: dict[str, Any]) -> None:
+DOWNLOADING = (RUNNING, "downloading org/v3: 43 %")
+FAILING = (FAILED, "the download of org/v3 has failed: Job has reached the limit")
+SAID = [pytest.param(*DOWNLOADING, id="running"), pytest.param(*FAILING, id="failed")]
+
+
+@pytest.mark.parametrize(("state", "says"), SAID)
+def test_nobody_is_evicted_for_a_template_that_the_spec_does_not_ask_for_any_more(
+    state: dict[str, Any], says: str
+) -> None:
     fleet = Fleet()
     fleet.roll()
     fleet.ask("org/v3")
     fleet.job(state)
     for _ in range(3):
-        step = fleet.turn()
+        step = fleet.turn(download=DownloadSeen(claim="pvc", percent=43))
         assert (names(step), fleet.served()) == ([], "org/v2")
-        assert step.status.update.message.endswith("waiting for the download of the model")
+        assert step.status.update.message == says
     fleet.job(DONE)
     fleet.turn()
     assert fleet.served() == "org/v3"
     assert len(names(fleet.turn())) == 1
+
+
+@pytest.mark.parametrize(("state", "says"), SAID)
+@pytest.mark.parametrize("begun", ["not", "canary", "rolling"])
+def test_an_update_says_what_download_it_waits_for(begun: str, state: dict[str, Any], says: str) -> None:
+    """Also while pods of the template before load, for which it waits no more."""
+    fleet = Fleet()
+    if begun != "not":
+        fleet.roll()
+        fleet.run(["r1", "r1", "r1", "r2"] if begun == "canary" else ["r1", "r1", "r2", "r2"])
+        fleet.pods[3] = replace(fleet.pods[3], ready=False, waiting_for="ContainersNotReady")
+        fleet.status["update"]["phase"] = begun.title()
+    fleet.ask("org/v3")
+    assert fleet.status["update"]["message"] == "downloading org/v3"
+    fleet.job(state)
+    step = fleet.turn(download=DownloadSeen(claim="pvc", percent=43))
+    assert (step.status.update.message, names(step)) == (says, [])
+    assert step.status.update.phase == ("Waiting" if begun == "not" else begun.title())
 
 
 @pytest.mark.parametrize("state", [RUNNING, FAILED], ids=["running", "failed"])

@@ -363,9 +363,9 @@ def test_a_preset_that_becomes_invalid_changes_nothing_of_what_pods_are_to_compu
     fleet = a_fleet(status=good.status.stored(), **spec)
     again = replace(pod, containers=(replace(server, id="c#2"),))
     seen = FleetSnapshot(fleet=fleet, around=around, now=NOW, pods=[again])
-    found = plan(seen if restarted else replace(seen, resolved=good.resolved))
+    found = plan(seen if restarted else replace(seen, known=good.known))
     assert found.status.reason == Reason.PRESET_UNUSABLE
-    # Another process does not know the flags and thresholds by which pods are judged: what was found stays.
+    # Another process has no reference by which the pod could be judged: what was found stays.
     asked = [] if restarted else [("c#2", good.checks[0].check)]
     assert [(ask.server, ask.check) for ask in found.checks] == asked
     assert _served(found.status) == _served(good.status)

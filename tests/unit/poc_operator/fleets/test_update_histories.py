@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
 from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
+from poc_operator.fleets.download import DownloadSeen
 from poc_operator.fleets.forecast import WorkOnPods
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
 from poc_operator.observed import REVISION_LABEL, Container, KubernetesNode, PodView
@@ -77,11 +78,17 @@ class World:
     told: list[str] = field(default_factory=list)
 
     @property
-    def fleet(self) -> PoCFleet:
+    def spec(self) -> dict[str, Any]:
         env = [{"name": "VALUE", "value": self.value}]
-        checks = {"enabled": True}
-        spec: dict[str, Any] = {"update": self.update, "selfCheck": checks, "env": env, "startupSeconds": LIMIT}
-        return a_fleet(replicas=self.replicas, status=self.status, **spec)
+        return {"update": self.update, "selfCheck": {"enabled": True}, "env": env, "startupSeconds": LIMIT}
+
+    @property
+    def fleet(self) -> PoCFleet:
+        return a_fleet(replicas=self.replicas, status=self.status, **self.spec)
+
+    @property
+    def download(self) -> DownloadSeen:
+        return DownloadSeen()
 
     def value_of(self, revision: str) -> str:
         env = self.revisions[int(revision)]["spec"]["containers"][0]["env"]
@@ -193,6 +200,7 @@ class World:
                 work=self.work(),
                 good_template=self.revisions[int(good)] if good else None,
                 nodes={f"node-{number}": self.node_of(number) for number in self.pods},
+                download=self.download,
             )
         )
         self.status = step.status.stored()
