@@ -388,6 +388,7 @@ class _Parts:
         port, checks = fleet.spec.port, fleet.spec.self_check.enabled
         entries = with_stages(self.checked.pods, old.pods, pods, port, seen.gpu_errors, checks_pods=checks)
         verdict = self._verdict(counts, refusal, ahead, update, entries)
+        reason, message = verdict.shown
         rate = resolved.nonces_per_minute if resolved is not None else None
         changes = {
             "observed_generation": fleet.metadata.generation,
@@ -395,8 +396,8 @@ class _Parts:
             "ready_replicas": counts.ready,
             "updated_replicas": len(pods) - len(outdated),
             "ready": f"{counts.ready}/{fleet.spec.replicas}",
-            "reason": verdict.ready[1],
-            "message": verdict.ready[2],
+            "reason": reason,
+            "message": message,
             "current_revision": next((pod.revision for pod in outdated), newest),
             "update_revision": newest,
             "selector": f"{FLEET_LABEL}={fleet.metadata.name}",
