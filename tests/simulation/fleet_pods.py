@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated pods of PoCFleets beside an API server without a kubelet and without kwok, and verdicts of a self-check.
+"""Simulated pods of PoCFleets beside an API server without a kubelet and without kwok.
 
 A pod that was created gets a Kubernetes node, and becomes ready at an address of its own. One that was deleted ends
 with its grace period. What runs in it is the simulated kubelet's.
@@ -9,7 +9,7 @@ has seen them end. One that sees only the next pod of the name counts it as away
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from itertools import count
@@ -17,7 +17,6 @@ from time import monotonic
 from typing import Any
 
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
-from poc_operator.observed import REVISION_LABEL
 from tests.support.servers.api_server import ApiServer
 
 PODS = "/api/v1/namespaces/default/pods"
@@ -83,40 +82,6 @@ def _become_ready(api: ApiServer, pod: Body, address: str) -> None:
         "containerStatuses": [container],
     }
     api.request("PATCH", f"{PODS}/{name}/status", {"status": status})
-
-
-@asynccontextmanager
-async def judging(api: ApiServer, fleet: str, is_wrong: Callable[[Body], bool], told: list[str]) -> AsyncIterator[None]:
-    """Write verdicts of a self-check into the fleet's status until the block ends, as soon as a pod is ready.
-
-    ``told`` gets the revision of each pod that failed, when that was written. With the operator's own self-check on
-    real engines this is left out.
-    """
-
-    async def run() -> None:
-        while True:
-            await asyncio.to_thread(_judge, api, fleet, is_wrong, told)
-            await asyncio.sleep(PAUSE_SECONDS)
-
-    async with _running(run()):
-        yield
-
-
-def _judge(api: ApiServer, fleet: str, is_wrong: Callable[[Body], bool], told: list[str]) -> None:
-    body = api.request("GET", f"{FLEETS}/{fleet}")[1]
-    pods = {pod["metadata"]["uid"]: pod for pod in pods_of(api, fleet) if is_ready(pod)}
-    entries, failed = body.get("status", {}).get("pods", []), list[str]()
-    # An entry is about a server, and that of a pod which has just become ready may not be there yet.
-    waiting = [one for one in entries if one["result"] == "Pending" and one["uid"] in pods and "://" in one["server"]]
-    for entry in waiting:
-        pod = pods[entry["uid"]]
-        entry["result"] = "Failed" if is_wrong(pod) else "Passed"
-        failed += [pod["metadata"]["labels"][REVISION_LABEL]] if is_wrong(pod) else []
-    if waiting:
-        version = {"resourceVersion": body["metadata"]["resourceVersion"]}
-        patch = {"metadata": version, "status": {"pods": entries}}
-        if api.request("PATCH", f"{FLEETS}/{fleet}/status", patch)[0] == 200:
-            told += failed
 
 
 @asynccontextmanager

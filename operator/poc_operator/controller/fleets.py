@@ -469,9 +469,9 @@ _WAKING = (Reason.SELF_CHECKS_PENDING, Reason.SELF_CHECK_FAILED)
 
 def _rests(status: FleetStatus) -> bool:
     """Whether nothing comes or goes: all replicas are ready, at least for chat, or the fleet is stalled."""
-    if status.reason in _WAKING:
-        return True
     found = status.own_conditions
+    if ConditionType.READY in found and found[ConditionType.READY].reason in _WAKING:
+        return True
     if status.download is not None and status.download.state is DownloadState.DOWNLOADING:
         return False
     return any(kind in found and found[kind].status == "True" for kind in (ConditionType.READY, ConditionType.STALLED))

@@ -2,7 +2,8 @@
 """``status.pods`` of a fleet: which pods are asked for a self-check, what their answers mean, and whom they bar.
 
 A result is about one server, that is one start of a pod's container. It lasts until the server's next answer, so that
-a check which cannot be made bars no pod that has passed before::
+a check which cannot be made bars no pod that has passed before. If what it was judged by changes, as in a preset, an
+answer that is known is judged anew. Else the pod is asked again, and its result stays until then::
 
     Pending ── the server answers ──> Passed, Failed
        ^                                 │
@@ -12,6 +13,7 @@ a check which cannot be made bars no pod that has passed before::
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from hashlib import sha256
 from typing import Any
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
@@ -31,7 +33,6 @@ from poc_operator.fleets.self_check import (
     Check,
     Comparison,
     Vectors,
-    compare,
     is_incomplete,
     judge,
     lacks,
@@ -108,26 +109,27 @@ def check_pods(
     ]
     if not fleet.spec.self_check.enabled:
         return CheckedPods(pods=[_told(view, "it is not checked: selfCheck.enabled is false") for view in views])
+    wanted = _check(fleet, resolved, "")
     known: dict[str, SelfCheckReference | None] = {found.name: found for found in fleet.status.self_check_references}
     groups: dict[str, list[_View]] = {}
     for view in views:
         if isinstance(view.check, Check):
             groups.setdefault(view.check.name, []).append(view)
     judged: dict[str, _View] = {}
+    yardsticks = {name: _Yardstick.of(fleet, resolved, group[0].check, wanted) for name, group in groups.items()}
     for name, group in groups.items():
-        if any(view.has_news or _is_reopened(fleet, resolved, view, known.get(name)) for view in group):
-            found, known[name] = _judged(fleet, resolved, group, known.get(name))
+        if any(view.has_news or (view.vectors is not None and yardsticks[name].is_other(view.entry)) for view in group):
+            found, known[name] = _judged(yardsticks[name], group, known.get(name))
             judged |= {view.pod.uid: view for view in found}
     views = [_explained(judged.get(view.pod.uid, view)) for view in views]
     used = {*groups, *(view.entry.reference for view in views)}
     # What the fleet's pods are to compute outlives them: the next pod may be the only one, and the wrong one.
-    wanted = _check(fleet, resolved, "")
     is_known = isinstance(wanted, Check) and resolved is not None and not resolved.remembered
     used |= {wanted.name} if isinstance(wanted, Check) and is_known else known.keys()
     return CheckedPods(
         pods=[view.entry for view in views],
         references=[found for name, found in known.items() if name in used and found is not None],
-        asks=[ask for view in views if (ask := _ask(fleet, view, known, now)) is not None],
+        asks=[ask for view in views if (ask := _ask(fleet, view, known, yardsticks, now)) is not None],
     )
 
 
@@ -185,6 +187,41 @@ class _View:
         return replace(self, entry=self.entry.model_copy(update=changes))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Yardstick:
+    """What pods of one check are judged by: the test's numbers, and the preset's vectors if it has some for the check.
+
+    ``unfit`` says why vectors that it has are not used. ``digest`` tells one yardstick from another; it is empty for
+    pods of another model than the fleet's, as in an update: of that the preset says nothing. So it is while the preset
+    cannot be used.
+    """
+
+    check: Check
+    thresholds: Thresholds
+    golden: SelfCheckReference | None = None
+    unfit: str = ""
+    digest: str = ""
+
+    @classmethod
+    def of(cls, fleet: PoCFleet, resolved: Resolved | None, check: Check | str, wanted: Check | str) -> "_Yardstick":
+        assert isinstance(check, Check)  # noqa: S101 - for the type checker
+        thresholds, (golden, unfit) = _thresholds(fleet, resolved), _golden(resolved, check)
+        if check != wanted or (resolved is not None and resolved.remembered):
+            return cls(check=check, thresholds=thresholds, golden=golden)
+        told = f"{thresholds} {unfit} {golden.vectors if golden is not None else ''}"
+        digest = sha256(told.encode()).hexdigest()[:16]
+        return cls(check=check, thresholds=thresholds, golden=golden, unfit=unfit, digest=digest)
+
+    def is_other(self, entry: FleetPod) -> bool:
+        """Whether a pod that was asked for the check was judged by something else."""
+        return bool(self.digest) and entry.reference == self.check.name and entry.judged_by != self.digest
+
+    def mark(self, view: _View) -> _View:
+        """Return a pod that was judged by this, whose message also says what this lacks."""
+        message = f"{view.entry.message}; {self.unfit}" if self.unfit else view.entry.message
+        return view.with_entry(judged_by=self.digest, message=message)
+
+
 def _check(fleet: PoCFleet, resolved: Resolved | None, model: str) -> Check | str:
     """Return what a pod is to compute that loads this model, or why that cannot be said."""
     if resolved is None:
@@ -218,7 +255,11 @@ def _explained(view: _View) -> _View:
 
 
 def _ask(
-    fleet: PoCFleet, view: _View, references: Mapping[str, SelfCheckReference | None], now: datetime
+    fleet: PoCFleet,
+    view: _View,
+    references: Mapping[str, SelfCheckReference | None],
+    yardsticks: Mapping[str, _Yardstick],
+    now: datetime,
 ) -> CheckPod | None:
     """Return the question to a pod whose check is due; None if it is not, or cannot be asked."""
     entry, check, pod = view.entry, view.check, view.pod
@@ -229,6 +270,7 @@ def _ask(
     reference = references.get(check.name)
     # Others have outvoted the reference that it was compared with.
     is_older = bool(reference and reference.time and entry.checked_time and entry.checked_time < reference.time)
+    is_older = is_older or yardsticks[check.name].is_other(entry)
     # A pod that fails is asked again by a new process, which does not know whether others agree with it.
     if is_recent and (view.vectors is not None or (entry.result == CheckResult.PASSED and not is_older)):
         return None
@@ -236,23 +278,21 @@ def _ask(
 
 
 def _judged(
-    fleet: PoCFleet, resolved: Resolved | None, group: Sequence[_View], stored: SelfCheckReference | None
+    yardstick: _Yardstick, group: Sequence[_View], stored: SelfCheckReference | None
 ) -> tuple[Sequence[_View], SelfCheckReference | None]:
     """Return the pods of one check with what their answers mean, and the check's reference."""
-    check = group[0].check
-    assert isinstance(check, Check)  # noqa: S101 - for the type checker
-    golden = _golden(resolved, check)
+    check, golden = yardstick.check, yardstick.golden
     reference = golden or stored
     answered = {view.pod.uid: view.vectors for view in group if view.vectors is not None}
     whole = {uid: vectors for uid, vectors in answered.items() if not is_incomplete(vectors)}
     partly = [_incomplete(view) for view in group if view.pod.uid in answered.keys() - whole.keys()]
     if not whole:
-        return partly, stored
+        return [yardstick.mark(view) for view in partly], stored
     heard = [view.entry for view in group if view.pod.uid not in answered]
     found = judge(
         whole,
         unpacked(reference.vectors, check.k_dim) if reference is not None else None,
-        _thresholds(fleet, resolved),
+        yardstick.thresholds,
         standing=sum(entry.result == CheckResult.PASSED and entry.reference == check.name for entry in heard),
         fixed=golden is not None,
     )
@@ -262,7 +302,7 @@ def _judged(
     assert reference is not None  # noqa: S101 - for the type checker
     alone = len(group) - len(partly) == 1
     judged = [_compared(views[uid], result, reference, alone=alone) for uid, result in found.results.items()]
-    return [*partly, *judged], None if golden is not None else reference
+    return [yardstick.mark(view) for view in (*partly, *judged)], None if golden is not None else reference
 
 
 def _thresholds(fleet: PoCFleet, resolved: Resolved | None) -> Thresholds:
@@ -271,33 +311,18 @@ def _thresholds(fleet: PoCFleet, resolved: Resolved | None) -> Thresholds:
     return fleet.spec.self_check.stat_test.or_else(preset).thresholds(Protocol.ARTIFACT)
 
 
-def _is_reopened(fleet: PoCFleet, resolved: Resolved | None, view: _View, stored: SelfCheckReference | None) -> bool:
-    """Whether what a pod answered is to be judged again: the spec is another, or the pod has failed and would pass now,
-    as the preset has other vectors or another test than before."""
-    if view.vectors is None:
-        return False
-    if fleet.metadata.generation != fleet.status.observed_generation:
-        return True
-    check, has_failed = view.check, view.entry.result == CheckResult.FAILED
-    if not isinstance(check, Check) or not has_failed or is_incomplete(view.vectors):
-        return False
-    reference = _golden(resolved, check) or stored
-    if reference is None:
-        return False
-    vectors = unpacked(reference.vectors, check.k_dim)
-    return not compare(view.vectors, vectors, _thresholds(fleet, resolved)).failed
-
-
-def _golden(resolved: Resolved | None, check: Check) -> SelfCheckReference | None:
-    """Return the preset's vectors for a check; None if it has none for it."""
+def _golden(resolved: Resolved | None, check: Check) -> tuple[SelfCheckReference | None, str]:
+    """Return the preset's vectors for a check, None if it has none for it, and why those that it has are not used."""
     golden = resolved.golden if resolved is not None else None
     if golden is None or resolved is None:
-        return None
+        return None, ""
     vectors = unpacked(golden.vectors, golden.k_dim)
-    told = (served_model([resolved.model, *resolved.args]), golden.seq_len, golden.k_dim)
-    if told != (check.model, check.seq_len, check.k_dim) or len(vectors) < check.nonces:
-        return None
-    return SelfCheckReference(name=check.name, vectors=packed(vectors[: check.nonces], check.k_dim))
+    model = served_model([resolved.model, *resolved.args])
+    has = Check(model=model, seq_len=golden.seq_len, k_dim=golden.k_dim, nonces=min(len(vectors), check.nonces))
+    if has == check:
+        return SelfCheckReference(name=check.name, vectors=packed(vectors[: check.nonces], check.k_dim)), ""
+    theirs, ours = has.unlike(check), check.unlike(has)
+    return None, f"the preset's vectors are not used: they are of {theirs}, and the check of {ours}"
 
 
 def _reference(check: Check, view: _View, vectors: Vectors) -> SelfCheckReference:

@@ -132,6 +132,17 @@ class Verdict:
         holds, reason, message = self.ready
         return replace(self, ready=(holds, reason, f"{message}; {told}"))
 
+    @property
+    def shown(self) -> tuple[Reason, str]:
+        """The word and the sentence that people see first: those of Ready, unless all are ready and something is wrong.
+
+        What is wrong comes first then, and what goes on beside it after that.
+        """
+        (is_ready, reason, message), (is_degraded, worse, why) = self.ready, self.degraded
+        if not (is_ready and is_degraded) or worse is reason:
+            return reason, message
+        return worse, f"{why}; {message}"
+
     def conditions(self, now: datetime, generation: int) -> list[Condition]:
         """Return the conditions as they are stored."""
         told = {

@@ -117,12 +117,17 @@ class FleetSnapshot:
         return self.stateful_set if self.fleet.spec.kubernetes_nodes == 1 else self.groups
 
     @property
+    def newest(self) -> str:
+        """The revision of the pods that are created from now on; empty before Kubernetes has told of one."""
+        return str(((self.stateful_set or {}).get("status") or {}).get("updateRevision") or "")
+
+    @property
     def is_observed(self) -> bool:
         """Whether the StatefulSet's status is about its present spec, and that about the LeaderWorkerSet's."""
         found = self.stateful_set
         if found is None or (self.fleet.spec.kubernetes_nodes > 1 and not _is_observed(self.groups)):
             return False
-        return _is_observed(found) and bool((found.get("status") or {}).get("updateRevision"))
+        return _is_observed(found) and bool(self.newest)
 
 
 def _is_observed(found: Mapping[str, Any] | None) -> bool:
@@ -312,7 +317,7 @@ def _with_partition(seen: FleetSnapshot, body: Object) -> Object:
         seen.fleet.spec.replicas,
         [(ordinal_of(pod.name), pod) for pod in seen.own],
         revision_label=REVISION_LABEL,
-        leaving=frozenset(name for name, revision in seen.evicted_names.items() if revision == _newest(seen)),
+        leaving=frozenset(name for name, revision in seen.evicted_names.items() if revision == seen.newest),
     )
     return signed(with_partition(body, partition))
 
@@ -339,17 +344,11 @@ def _is_good_one_lost(seen: FleetSnapshot, asked: Object) -> bool:
     return seen.good_template is None and (found is None or covers(template_of(found), template_of(asked)))
 
 
-def _newest(seen: FleetSnapshot) -> str:
-    told = (seen.stateful_set or {}).get("status") or {}
-    return str(told.get("updateRevision") or "")
-
-
 def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) -> UpdateSeen:
     fleet, old, update = seen.fleet, seen.fleet.status, seen.fleet.status.update
-    newest = _newest(seen)
     # While the StatefulSet waits for a download, the update is that of before.
     # What strategy Never has left unnamed is no update that goes on.
-    digest = digest_of(asked) if asked is not None else update.digest or newest
+    digest = digest_of(asked) if asked is not None else update.digest or seen.newest
     failed = failed_as(update, digest, checks_pods=fleet.spec.self_check.enabled)
     if failed is not None and asked is not None and _is_good_one_lost(seen, asked):
         update = update.model_copy(update={"good_revision": ""})
@@ -365,9 +364,9 @@ def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) ->
         old=update,
         now=seen.now,
         pods=seen.own,
-        newest=newest,
+        newest=seen.newest,
         # Until the good template is back, what comes anew would have the failed one.
-        settled=settled and not (failed is not None and update.good_revision and newest == failed.revision),
+        settled=settled and not (failed is not None and update.good_revision and seen.newest == failed.revision),
         digest=digest,
         startup_limit=fleet.spec.startup_seconds,
         grace=grace if isinstance(grace, int) else fleet.spec.termination_grace_period_seconds,
@@ -438,8 +437,7 @@ class _Parts:
     def status(self, refusal: Refusal | None, ahead: Download | None, update: UpdateStatus) -> FleetStatus:
         """Return the status to record; ``refusal`` says why the fleet cannot be as its spec wants it."""
         seen, resolved, fleet, old = self.seen, self.resolved, self.seen.fleet, self.seen.fleet.status
-        told = (seen.stateful_set or {}).get("status") or {}
-        newest = str(told.get("updateRevision") or old.update_revision)
+        newest = seen.newest or old.update_revision
         pods = seen.staying
         waits = update.phase is UpdatePhase.WAITING  # nothing has the template yet that the spec asks for
         outdated = [pod for pod in pods if waits or (newest and pod.revision not in ("", newest))]
@@ -453,6 +451,7 @@ class _Parts:
         port, checks = fleet.spec.port, fleet.spec.self_check.enabled
         entries = with_stages(self.checked.pods, old.pods, pods, port, seen.gpu_errors, checks_pods=checks)
         verdict = self._verdict(counts, refusal, ahead, update, entries)
+        reason, message = verdict.shown
         rate = resolved.nonces_per_minute if resolved is not None else None
         changes = {
             "observed_generation": fleet.metadata.generation,
@@ -460,8 +459,8 @@ class _Parts:
             "ready_replicas": counts.ready,
             "updated_replicas": len(pods) - len(outdated),
             "ready": f"{counts.ready}/{fleet.spec.replicas}",
-            "reason": verdict.ready[1],
-            "message": verdict.ready[2],
+            "reason": reason,
+            "message": message,
             "current_revision": next((pod.revision for pod in outdated), newest),
             "update_revision": newest,
             "selector": f"{FLEET_LABEL}={fleet.metadata.name}",

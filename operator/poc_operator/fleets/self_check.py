@@ -41,7 +41,16 @@ class Check:
     @cached_property
     def name(self) -> str:
         """Says what is computed. Vectors of two checks can be compared if their names are the same."""
-        return f"{self.model} seqLen={self.seq_len} kDim={self.k_dim} nonces={self.nonces}"
+        return " ".join([self.model, *(f"{name}={value}" for name, value in self._facts[1:])])
+
+    def unlike(self, other: "Check") -> str:
+        """Say in what this check is another one."""
+        return " ".join(f"{name}={mine}" for name, mine in self._facts if (name, mine) not in other._facts)
+
+    @property
+    def _facts(self) -> Sequence[tuple[str, str | int]]:
+        numbers = [("seqLen", self.seq_len), ("kDim", self.k_dim), ("nonces", self.nonces)]
+        return [("model", self.model), *numbers]
 
     def request(self, served: str, *, beside_round: bool) -> GenerateRequest:
         """Ask a pod that serves the model under this name, and wait for the answer."""

@@ -212,9 +212,10 @@ class FleetStatus(ApiModel):
     ready: str = ""
     """Ready pods and wanted ones, as in `2/4`."""
     reason: str = ""
-    """The one word that `kubectl get` shows: the reason of the condition Ready."""
+    """The one word that `kubectl get` shows: the reason of the condition Ready. If Ready is true and something is
+    wrong all the same, it is the reason of Degraded."""
     message: Message = ""
-    """What the fleet does or waits for, in one sentence."""
+    """What the fleet does or waits for, in one sentence. What is wrong comes first."""
     current_revision: str = ""
     """Revision that all pods had last."""
     update_revision: str = ""
@@ -287,7 +288,7 @@ class PoCFleet(Resource):
         Column("Model", "string", ".status.model", "Hub id or path of the model"),
         Column("Ready", "string", ".status.ready", "Ready pods and wanted ones"),
         Column("Up-To-Date", "integer", ".status.updatedReplicas", "Pods of the newest revision"),
-        Column("Status", "string", ".status.reason", "Whether the fleet is ready, or why not"),
+        Column("Status", "string", ".status.reason", "Whether the fleet is ready, or what is wrong"),
         Column("Age", "date", ".metadata.creationTimestamp", "Time since the creation"),
         Column("GPU", "string", ".status.gpuProduct", "GPU product", wide=True),
         Column("Revision", "string", ".status.updateRevision", "Newest revision", wide=True),

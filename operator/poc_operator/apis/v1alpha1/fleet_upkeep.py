@@ -148,6 +148,9 @@ class FleetPod(ApiModel):
     """The container that the result is about; its id changes with every restart."""
     reference: str = ""
     """Name of the check that the result is about: that of its reference in `selfCheckReferences`."""
+    judged_by: str = ""
+    """Digest of what the result was judged by: the test's numbers, and the preset's vectors. If these change, the pod
+    is judged anew."""
     revision: str = ""
     """Revision of the template that it was made from."""
     stage: Annotated[Stage, Open()] = Stage.PENDING

@@ -39,6 +39,7 @@ def a_pod(number: int) -> FleetPod:
         uid=UID,
         server=f"containerd://{'0' * 64}#99",
         reference=MODEL,
+        judged_by="0123456789abcdef",
         revision=NAME,
         stage=Stage.NOT_READY,
         node=NODE,

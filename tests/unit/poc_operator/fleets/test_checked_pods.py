@@ -15,7 +15,7 @@ from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.validation import StatTest
 from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, check_pods, finding, with_bars
 from poc_operator.fleets.resolve import GoldenVectors, PresetError, Resolved, parse_preset
-from poc_operator.fleets.self_check import Vectors, packed
+from poc_operator.fleets.self_check import Check, Vectors, packed
 from poc_operator.observed import Container, PodView, served_model
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import a_fleet
@@ -298,19 +298,42 @@ def test_vectors_of_a_preset_are_not_outvoted() -> None:
 
 
 @pytest.mark.parametrize(
-    "resolved",
+    ("resolved", "engine_args", "says"),
     [
-        replace(RESOLVED, golden=golden(1, nonces=31)),
-        replace(RESOLVED, golden=golden(1), seq_len=128),
-        replace(RESOLVED, golden=golden(1), model="org/other"),
+        (replace(RESOLVED, golden=golden(1, nonces=16)), [], "they are of nonces=16, and the check of nonces=32"),
+        (replace(RESOLVED, golden=golden(1), seq_len=128), [], "they are of seqLen=256, and the check of seqLen=128"),
+        (
+            replace(RESOLVED, golden=golden(1)),
+            ["--revision=v2"],
+            "they are of model=org/model, and the check of model=org/model@v2",
+        ),
+        (
+            replace(RESOLVED, golden=golden(1, nonces=8), k_dim=4),
+            [],
+            "they are of kDim=12 nonces=8, and the check of kDim=4 nonces=32",
+        ),
+        # Pods of an earlier model, while the fleet is updated to another one.
+        (replace(RESOLVED, golden=golden(1), model="org/other"), [], ""),
     ],
-    ids=["too few", "another length", "another model"],
+    ids=["too few", "another length", "another revision", "several", "another model"],
 )
-def test_vectors_of_something_else_do_not_count(resolved: Resolved) -> None:
-    pod = a_pod(0)
-    check = check_pods(fleet_of(), resolved, [pod], {}, NOW).asks[0].check.name
-    found = check_pods(fleet_of(), resolved, [pod], {"u0": an_answer(pod, engine(2), check=check)}, NOW)
-    assert (results(found), len(found.references)) == ({"demo-0": "Passed"}, 1)
+def test_vectors_of_something_else_do_not_count_and_are_told_of(
+    resolved: Resolved, engine_args: list[str], says: str
+) -> None:
+    fleet = a_fleet(selfCheck={}, engineArgs=engine_args)
+    pod = a_pod(0, model=served_model(["org/model", *engine_args]))
+    check = check_pods(fleet, resolved, [pod], {}, NOW).asks[0].check
+    plain = check_pods(fleet, replace(resolved, golden=None), [pod], {"u0": answer_to(pod, check)}, NOW)
+    for before in (fleet, after(fleet, plain)):
+        found = check_pods(before, resolved, [pod], {"u0": answer_to(pod, check)}, NOW)
+        assert (results(found), len(found.references)) == ({"demo-0": "Passed"}, 1)
+        told = f"; the preset's vectors are not used: {says}" if says else ""
+        assert message(found) == f"its vectors are the reference: there was nothing to compare them with{told}"
+
+
+def answer_to(pod: PodView, check: Check) -> CheckAnswer:
+    vectors = [(vector or ())[: check.k_dim] for vector in engine(2, nonces=check.nonces)]
+    return an_answer(pod, vectors, check=check.name)
 
 
 @pytest.mark.parametrize("vectors", ["AAA", packed([None], 12)])
@@ -376,6 +399,57 @@ def test_another_test_of_a_preset_lets_a_pod_pass_at_once() -> None:
     found = check_pods(seen(fleet_of(first)), wide, pods, answers, NOW)
     assert results(found) == {"demo-0": "Passed", "demo-1": "Passed", "demo-2": "Failed"}
     assert found.references[0].model_dump(mode="json") == told
+
+
+STRICTER = {
+    "another test": replace(RESOLVED, stat_test=StatTest(dist_threshold="0.3")),
+    "vectors": replace(RESOLVED, golden=golden(1)),
+}
+
+
+@pytest.mark.parametrize("stricter", STRICTER.values(), ids=STRICTER)
+@pytest.mark.parametrize("is_known", [True, False], ids=["same process", "next process"])
+def test_what_a_stricter_preset_says_of_pods_that_have_passed_is_found_at_once(
+    stricter: Resolved, is_known: bool
+) -> None:
+    """Of what this process has heard it is known already. Others are asked, and count as passed until they answer."""
+    pods = [a_pod(number) for number in range(3)]
+    vectors = [engine(1), engine(1), shifted(engine(1), 0.35)]
+    if stricter.golden is not None:
+        vectors = [engine(2)] * 3
+    answers = {pod.uid: an_answer(pod, found) for pod, found in zip(pods, vectors, strict=True)}
+    first = check_pods(fleet_of(), RESOLVED, pods, answers, NOW)
+    assert set(results(first).values()) == {"Passed"}
+    fails = {"demo-0": "Passed", "demo-1": "Passed", "demo-2": "Failed"}
+    if stricter.golden is not None:
+        fails = dict.fromkeys(results(first), "Failed")
+    found = check_pods(seen(fleet_of(first)), stricter, pods, answers if is_known else {}, NOW)
+    if is_known:
+        assert (results(found), asked(found)) == (fails, [])
+        return
+    assert (results(found), asked(found)) == (results(first), ["demo-0", "demo-1", "demo-2"])
+    assert not any(pod.barred for pod in with_bars(seen(fleet_of(found)), pods))
+    later = NOW + timedelta(seconds=9)
+    last = {pod.uid: an_answer(pod, found, at=later) for pod, found in zip(pods, vectors, strict=True)}
+    done = check_pods(seen(fleet_of(found)), stricter, pods, last, later)
+    assert (results(done), asked(done)) == (fails, [])
+    # The next process has heard none of it, and knows by what they were judged.
+    assert asked(check_pods(seen(fleet_of(done)), stricter, pods[:2], {}, later)) == (
+        [] if stricter.golden is None else ["demo-0", "demo-1"]  # those that fail are asked in any case
+    )
+
+
+def test_pods_of_an_earlier_model_are_not_judged_by_the_test_of_the_next() -> None:
+    """As while a fleet is updated from one preset to another."""
+    pods = [a_pod(0, model="org/old"), a_pod(1, model="org/old")]
+    old = CHECK.replace("model", "old", 1)
+    loose = Resolved(model="org/old", stat_test=StatTest(dist_threshold="0.75"))
+    vectors = [engine(1), shifted(engine(1), 0.5)]
+    answers = {pod.uid: an_answer(pod, found, check=old) for pod, found in zip(pods, vectors, strict=True)}
+    first = check_pods(fleet_of(), loose, pods, answers, NOW)
+    for known in (answers, {}):
+        found = check_pods(fleet_of(first), RESOLVED, pods, known, NOW)
+        assert (results(found), asked(found)) == ({"demo-0": "Passed", "demo-1": "Passed"}, [])
 
 
 def entry_of(pod: PodView, result: str, **fields: Any) -> FleetPod:  # noqa: ANN401

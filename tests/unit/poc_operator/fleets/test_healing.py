@@ -244,7 +244,10 @@ def test_a_fleet_tells_of_a_hung_pod_and_records_it() -> None:
     step = plan(seen)
     degraded = step.status.own_conditions["Degraded"]
     assert (degraded.status, degraded.reason) == ("True", Reason.POD_HUNG)
-    assert step.status.own_conditions["Ready"].status == "True"
+    ready = step.status.own_conditions["Ready"]
+    assert (ready.status, ready.reason) == ("True", Reason.ALL_REPLICAS_READY)
+    # `kubectl get` shows what is wrong, not that all is well.
+    assert (step.status.reason, step.status.message) == (Reason.POD_HUNG, f"{degraded.message}; {ready.message}")
     told = a_fleet(status=json.loads(json.dumps(step.status.stored())))
     assert not step.evict
     second = plan(
@@ -264,11 +267,14 @@ def test_errors_of_gpus_that_grow_name_the_kubernetes_node() -> None:
 
     first = look(None, {"u0": GpuErrors(memory=3, xids=0)})
     assert (first.pods[0].memory_errors_before, first.own_conditions["Degraded"].status) == (3, "False")
+    assert (first.reason, first.message) == (Reason.ALL_REPLICAS_READY, "all 1 replicas are ready")
     assert look(first.stored(), {}).pods[0].memory_errors == 3
     second = look(first.stored(), {"u0": GpuErrors(memory=5)})
     assert second.own_conditions["Degraded"].reason == Reason.GPU_FAULTY
     assert "demo-0 have had 2 double-bit memory errors since" in second.own_conditions["Degraded"].message
     assert "kubectl cordon gpu-1" in second.own_conditions["Degraded"].message
+    assert (second.ready, second.reason) == ("1/1", Reason.GPU_FAULTY)
+    assert second.message.endswith("then delete the pod; all 1 replicas are ready")
     third = look(second.stored(), {"u0": GpuErrors(memory=5, xids=1, last_xid=79)})
     errors = "2 double-bit memory errors and 1 Xid errors (the last is Xid 79)"
     assert errors in third.own_conditions["Degraded"].message

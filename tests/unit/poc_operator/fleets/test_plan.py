@@ -338,6 +338,18 @@ def test_a_fleet_that_is_refused_checks_its_pods_all_the_same() -> None:
     assert (step.status.reason, len(step.checks)) == ("PodTemplateInvalid", 3)
 
 
+def test_what_keeps_pods_from_being_ready_is_shown_before_what_is_wrong_beside_it() -> None:
+    unmonitored: Any = {"metrics": {"podMonitor": True}}
+    for seeds, reason in (([1, 1, 1], "PodMonitorUnknown"), ([1, None, 1], "SelfChecksPending")):
+        status = checked(PODS, *seeds, **unmonitored).status
+        assert (status.reason, status.own_conditions["Degraded"].reason) == (reason, "PodMonitorUnknown")
+    objects = stored(a_fleet(replicas=2, **unmonitored), revision="demo-2")
+    fleet = a_fleet(replicas=2, update={"strategy": "Never"}, **unmonitored)
+    status = look(fleet, objects, [a_pod(0), a_pod(1, revision="demo-2")]).status
+    assert status.reason == "PodMonitorUnknown"
+    assert "; 1 of 2 pods have an old revision" in status.message, "nor is what goes on left out"
+
+
 def test_pods_are_told_of_in_the_order_of_their_numbers() -> None:
     labels = {FLEET_LABEL: "demo"}
     pods = [PodView(name=f"demo-{n}", namespace="ns", uid=f"u{n}", labels=labels) for n in (10, 11, 2, 1)]
