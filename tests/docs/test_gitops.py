@@ -90,7 +90,7 @@ def _fleet(replicas: int) -> list[Condition]:
 
 
 def test_a_fleet() -> None:
-    assert health(_fleet(replicas=0)) == ("Healthy", "all 0 replicas are ready")
+    assert health(_fleet(replicas=0)) == ("Healthy", "spec.replicas is 0: raise it to have pods")
     assert health(_fleet(replicas=1))[0] == "Progressing"
     refused = Verdict.of_refusal(Refusal(Reason.IMAGE_MISSING, "name an image"))
     assert health(refused.conditions(NOW, 1)) == ("Degraded", "name an image")

@@ -21,6 +21,8 @@ from poc_operator.cli.options import Context, GatewayPlace, Kubeconfig, Namespac
 from poc_operator.cli.output import Column, Format
 from poc_operator.cli.preflight import Check, Level
 
+#: So many rounds that are over are asked for results that no receiver has taken: the newest ones.
+_MOST_OVER = 20
 KINDS: tuple[type[Resource], ...] = (PoCRound, PoCValidation, PoCCalibration, PoCFleet)
 _CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 #: Without the contents of Secrets.
@@ -171,14 +173,19 @@ def _everywhere(cluster: Cluster, kind: type[KindT]) -> list[KindT]:
 
 
 def _rounds(cluster: Cluster, option: str | None) -> Iterator[Check]:
-    found = [one for one in _everywhere(cluster, PoCRound) if not one.status.state.finished]
-    if not found:
+    found = _everywhere(cluster, PoCRound)
+    under_way = [one for one in found if not one.status.state.finished]
+    if not under_way:
         yield preflight.ok("rounds", "none is under way")
-        return
-    gateways = _asked(cluster, option)
-    for one in found:
+    over = [one for one in found if one.status.state.finished]
+    over.sort(key=lambda one: one.metadata.creation_timestamp, reverse=True)
+    gateways = _asked(cluster, option) if found else []
+    for one in under_way:
         told = _forwarding(gateways, one)
         yield from preflight.unfinished_round(Evidence(subject=one, now=now(), forwarding=told, gateway=option))
+    for one in over[:_MOST_OVER]:
+        told = _forwarding(gateways, one)
+        yield from preflight.finished_round(Evidence(subject=one, now=now(), forwarding=told, gateway=option))
 
 
 def _asked(cluster: Cluster, option: str | None) -> list[gateway_proxy.Gateway]:

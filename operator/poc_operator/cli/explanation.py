@@ -146,7 +146,7 @@ def _summary(found: Evidence) -> str:
 def _progress(found: PoCRound, now: datetime) -> str:
     share, words, left = goal(found, now)
     totals = found.status.totals
-    done = f"; {number(totals.delivered)} nonces are delivered at {totals.rate}/s"
+    done = f"; pods have delivered {number(totals.delivered)} nonces at {totals.rate}/s"
     if share is None:
         return done
     rest = f", {period(left)} left" if left is not None else ""
@@ -327,7 +327,13 @@ def _of_gateway(found: Evidence) -> Iterable[Finding]:
             remedy="Enlarge its volume, or keep rounds for a shorter time (gateway.retention).",
             command=f"kubectl -n {told.place.namespace} get pvc",
         )
-    if told.backlog and told.last_error:
+    yield from undelivered(found)
+
+
+def undelivered(found: Evidence) -> Iterable[Finding]:
+    """What the gateway has and the receiver does not take."""
+    told = found.forwarding
+    if told is not None and told.backlog and told.last_error:
         yield Finding(
             reason="ReceiverFailing",
             seen=f"The receiver {told.receiver} does not take results: {told.last_error.rstrip('.')}.",

@@ -12,7 +12,7 @@ from poc_operator.apis.v1alpha1.meta import WORKER_LABELS, Resource, fleet_selec
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.cli import gateway_proxy, preflight
-from poc_operator.cli.cluster import Cluster, Forbidden, NotFound, Object, UserError, core
+from poc_operator.cli.cluster import Cluster, Forbidden, KindMissing, NotFound, Object, UserError, core
 from poc_operator.cli.explanation import Event, Evidence, Subject
 from poc_operator.cli.overview import Overview, Seen, overview
 from poc_operator.cli.pod_metrics import active_pods, read_chat
@@ -94,7 +94,12 @@ def subject(cluster: Cluster, text: str) -> Subject:
             return cluster.object(kind, text)
         except NotFound as error:
             errors.append(error)
-    raise errors[0]  # most likely a round was meant
+    if missing := next((error for error in errors if isinstance(error, KindMissing)), None):
+        raise missing
+    raise NotFound(
+        f'there is no round, fleet, validation or calibration "{text}" in the namespace "{cluster.namespace}": '
+        "look with `kubectl poc status -A`"
+    )
 
 
 def evidence(

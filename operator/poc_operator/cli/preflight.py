@@ -13,7 +13,7 @@ from poc_operator.apis.v1alpha1.meta import VERSION, Resource
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.schema import ApiModel, aliases
 from poc_operator.cli.cluster import Object
-from poc_operator.cli.explanation import Evidence, account
+from poc_operator.cli.explanation import Evidence, Finding, account, undelivered
 
 #: Label with the version of what a chart has installed.
 VERSION_LABEL = "app.kubernetes.io/version"
@@ -244,8 +244,6 @@ def unfinished_round(found: Evidence) -> list[Check]:
     """Check that nothing keeps a round back: what ``explain`` would name, as far as it asks something of the user."""
     meta, status = found.subject.metadata, found.subject.status
     about = f"round {meta.namespace}/{meta.name}"
-    option = f" --gateway {found.gateway}" if found.gateway else ""
-    look = f"kubectl poc -n {meta.namespace} explain {meta.name}{option}"
     if status.observed_generation < meta.generation and found.now - meta.creation_timestamp > SEEN_WITHIN:
         finding = (
             f"no operator has acted on its spec: generation {meta.generation}, seen is {status.observed_generation}"
@@ -255,9 +253,21 @@ def unfinished_round(found: Evidence) -> list[Check]:
     wrong = [finding for finding in account(found).findings if finding.remedy]
     if not wrong:
         return [ok(about, f"nothing keeps it back: {status.message or 'no operator has seen it yet'}")]
+    return _told_of(found, wrong)
+
+
+def finished_round(found: Evidence) -> list[Check]:
+    """Check that no result of a round that is over still waits for its receiver."""
+    return _told_of(found, undelivered(found))
+
+
+def _told_of(found: Evidence, wrong: Iterable[Finding]) -> list[Check]:
+    meta = found.subject.metadata
+    option = f" --gateway {found.gateway}" if found.gateway else ""
+    look = f"kubectl poc -n {meta.namespace} explain {meta.name}{option}"
     return [
         Check(
-            about=about,
+            about=f"round {meta.namespace}/{meta.name}",
             level=Level.WARNING if finding.reason in PASSING else Level.ERROR,
             finding=f"{finding.reason}: {finding.seen}",
             remedy=f"{finding.remedy} {look}",

@@ -219,12 +219,14 @@ def _unknown(asked: gateway_proxy.Gateway, namespace: str, name: str) -> NotFoun
 def result_lines(found: Mapping[str, Any], rates: plots.Told | str) -> list[str]:
     """Return what the gateway has of a round as lines of text; ``rates`` may say why there are none."""
     summary, known = found["summary"], found["summary"]["round"]
-    rate = f", {summary['rate']}/s" if summary["rate"] is not None else ""
+    rate = f", {summary['rate']:.1f}/s" if summary["rate"] is not None else ""
+    receiver = (found["forwarding"] or {}).get("receiver")
+    sent = f"forwarded {number(known['forwarded'])} of {number(known['stored'])}"
     lines = [
         f"{known['namespace']}/{known['name']}: {number(known['stored'])} results of {known['slots']} slots{rate}",
         f"first {summary['first_arrival'] or '–'}, last {summary['last_arrival'] or '–'}",  # noqa: RUF001
         f"duplicates {known['duplicates']}, conflicts {known['conflicts']}, refused by the receiver {known['dead']}",
-        f"forwarded {number(known['forwarded'])} of {number(known['stored'])}",
+        sent if receiver or known["forwarded"] else "no receiver: all are kept at the gateway",
     ]
     if known["limit_reached"]:
         lines.append(f"new results are not stored: {known['limit_reached']}")

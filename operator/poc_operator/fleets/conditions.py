@@ -61,7 +61,8 @@ class Verdict:
     @classmethod
     def of_pods(cls, seen: PodCounts, update: UpdateStatus) -> Self:
         """Return what holds of the fleet's pods."""
-        fine = (Reason.ALL_REPLICAS_READY, f"all {seen.replicas} replicas are ready")
+        empty = "spec.replicas is 0: raise it to have pods"
+        fine = (Reason.ALL_REPLICAS_READY, f"all {seen.replicas} replicas are ready" if seen.replicas else empty)
         waits = _waits_for(seen)
         if waits is not None:
             failing = [pod for pod in seen.pods if cannot_run(pod)]

@@ -210,7 +210,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.NO_MATCHING_PODS: Explanation(
         "Progressing=False",
         "No pod of the namespace matches `spec.selector`.",
-        "Create a `PoCFleet` there, or label your pods.",
+        "Create a `PoCFleet` there, raise its `spec.replicas` from 0, or label your pods.",
     ),
     Reason.NO_POD_READY: Explanation(
         "Progressing=False",

@@ -85,7 +85,9 @@ def test_a_cluster_without_our_kinds_is_told_from_one_without_the_object(
 
 
 def test_an_unknown_object_and_an_unknown_namespace_are_named(run: Run, api: ApiPaths) -> None:
-    assert 'there is no PoCRound "moon" in the namespace "poc": look with' in _sentence(run("explain", "moon"), 4)
+    missing = 'there is no round, fleet, validation or calibration "moon" in the namespace "poc": look with'
+    assert missing in _sentence(run("explain", "moon"), 4)
+    assert 'there is no PoCFleet "moon"' in _sentence(run("explain", "fleet/moon"), 4)
     api.answers[f"POST {seen.API}/pocrounds"] = (404, {"message": 'namespaces "poc" not found'})
     told = _sentence(run("round", "create", "-f", "round.yaml"), 4)
     assert told == 'error: namespaces "poc" not found: create it, or use another --namespace\n'

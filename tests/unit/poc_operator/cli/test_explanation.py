@@ -70,7 +70,7 @@ def test_a_round_that_is_well_has_no_finding_and_is_watched() -> None:
     told = account(evidence(seen.a_round(conditions=[condition("Progressing", "True", "Running", "2 pods compute")])))
     assert (told.findings, told.next) == ([], ["kubectl poc -n poc round watch round-1"])
     assert "Nothing is wrong." in sentences(told)
-    assert "400 nonces are delivered at 100.0/s, 40 % of 1000 nonces, 6 s left" in told.summary
+    assert "pods have delivered 400 nonces at 100.0/s, 40 % of 1000 nonces, 6 s left" in told.summary
 
 
 def test_a_finished_round_is_told_by_its_outcome_alone() -> None:

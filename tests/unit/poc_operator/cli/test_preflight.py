@@ -155,7 +155,7 @@ def test_each_fault_is_found_and_fails(run: Run, api: ApiPaths, path: str, answe
     _whole(api)
     api.answers[path] = answer
     done = run("check", "-o", "json")
-    assert [one["about"] for one in json.loads(done.out) if one["level"] == "error"] == [about]
+    assert {one["about"] for one in json.loads(done.out) if one["level"] == "error"} == {about}
     assert done.code == 1
 
 
@@ -172,6 +172,17 @@ def test_a_round_is_told_by_each_of_its_reasons_with_the_remedy(run: Run, api: A
     assert found[0]["remedy"].startswith("Wait for the replacement pod")
     assert all(one["remedy"].endswith("kubectl poc -n poc explain round-1") for one in found)
     assert "does not take results: HTTP 502: Bad Gateway" in found[2]["finding"]
+
+
+@pytest.mark.parametrize("state", ["Complete", "Failed"])
+def test_what_a_receiver_lacks_is_told_also_of_rounds_that_are_over(run: Run, api: ApiPaths, state: str) -> None:
+    """And nothing else of them: what failed them is over too."""
+    _whole(api)
+    api.answers[EVERY_ROUND] = [a_round_with("Progressing", "False", "PodsIdle", state=state)]
+    assert {one["level"] for one in json.loads(run("check", "-o", "json").out)} == {"ok"}
+    api.answers[FORWARDING] = {"receiver": "https://network:1/x", "backlog": 3, "last_error": "HTTP 502: Bad Gateway"}
+    (told,) = [one for one in json.loads(run("check", "-o", "json").out) if one["level"] == "error"]
+    assert (told["about"], told["finding"].partition(":")[0]) == ("round poc/round-1", "ReceiverFailing")
 
 
 def test_a_full_disk_and_a_silent_gateway_are_told_once(run: Run, api: ApiPaths) -> None:

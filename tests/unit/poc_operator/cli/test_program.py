@@ -148,7 +148,7 @@ def test_errors_are_one_sentence_and_have_a_code(run: Run, api: ApiPaths, tmp_pa
     done = run("explain", "nothing")
     assert done.code == 4
     assert done.err.count("\n") == 1
-    assert 'there is no PoCRound "nothing" in the namespace "poc"' in done.err
+    assert 'there is no round, fleet, validation or calibration "nothing" in the namespace "poc"' in done.err
     api.answers[seen.ROUNDS] = (403, {"message": "pocrounds is forbidden"})
     assert run("status").code == 5
     away = tmp_path / "away"
