@@ -25,6 +25,7 @@ PREFIX = "VLLM_POC_"
 _VALUE_ERROR = "Value error, "  # pydantic's prefix of messages that our validators raise
 #: What is read of a file with a token: no header is longer.
 _TOKEN_BYTES = 64 * 1024
+_SENDABLE = re.compile(r"[!-~]+")
 _MOUNT_IT = f"mount the Secret there, or set {PREFIX}TOKEN instead"
 #: What Kubernetes adds to the environment for a Service whose name begins with ``vllm-poc``.
 _SERVICE_LINK = re.compile(
@@ -58,7 +59,7 @@ class Settings(BaseModel):
 
     #: Bearer token that guards the PoC routes; none by default.
     token: SecretStr | None = Field(default=None, min_length=1)
-    #: Path of a file that has this token instead, so that it can change while the server runs.
+    #: Path of a file that has this token instead, or several, separated by commas. It may change while the server runs.
     token_file: str | None = Field(default=None, min_length=1)
     #: Answer everybody who reaches the port, where neither PoC has a token nor vLLM has keys.
     open: bool = False
@@ -189,18 +190,24 @@ class Settings(BaseModel):
                 raise SettingsError(f"{name} is not a setting: did you mean {nearest}? Correct it, or remove it.")
 
 
-def read_token(path: str) -> str:
-    """Return the token in a file. SettingsError if it has none or cannot be read."""
+def read_tokens(path: str) -> tuple[str, ...]:
+    """Return the tokens in a file, separated by commas. SettingsError if it has none, or cannot be read."""
     try:
         with Path(path).open("rb") as file:
-            token = file.read(_TOKEN_BYTES).decode().strip()
+            text = file.read(_TOKEN_BYTES).decode()
     except OSError as error:
         raise SettingsError(f"{_cannot_be_read(path)} ({error.strerror}): {_MOUNT_IT}.") from None
     except ValueError:  # which quotes what it has read
         raise SettingsError(f"{_cannot_be_read(path)} (it is no text): {_MOUNT_IT}.") from None
-    if not token:
+    found = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not found:
         raise SettingsError(f"{PREFIX}TOKEN_FILE: {path} is empty: {_MOUNT_IT}.")
-    return token
+    if not all(_SENDABLE.fullmatch(token) for token in found):
+        raise SettingsError(
+            f"{PREFIX}TOKEN_FILE: {path} has a token that no header can have: leave out blanks and line breaks, and "
+            "separate several tokens by commas."
+        )
+    return found
 
 
 def _cannot_be_read(path: str) -> str:

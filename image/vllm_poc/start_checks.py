@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 
 from vllm_poc.logs import get_logger
-from vllm_poc.settings import Settings, read_token
+from vllm_poc.settings import Settings, read_tokens
 
 #: First and last minor release of vLLM that the extension is made for.
 RELEASES = ((0, 23), (0, 32))
@@ -39,7 +39,7 @@ def check_start() -> None:
 def check_token_file(settings: Settings) -> None:
     """SettingsError if there is to be a file with the token, and it has none."""
     if settings.token_file is not None:
-        read_token(settings.token_file)
+        read_tokens(settings.token_file)
 
 
 def check_front_end(environment: Mapping[str, str]) -> None:

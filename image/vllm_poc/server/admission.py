@@ -21,7 +21,7 @@ from vllm_poc.logs import get_logger
 from vllm_poc.rpc import ModelFacts, chain_nonces
 from vllm_poc.server.clock import Clock
 from vllm_poc.server.errors import RefusalError, field_refusal, refusal
-from vllm_poc.settings import PREFIX, Settings, SettingsError, read_token
+from vllm_poc.settings import PREFIX, Settings, SettingsError, read_tokens
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.messages import ArtifactParams, CallbackRequest, Protocol, RoundRequest, Scheme
 
@@ -76,7 +76,7 @@ _REFUSED: Mapping[Answered, str] = {
 
 
 class TokenFile:
-    """The token that a file has now. While it has none, the last one counts: a Secret may be away for a moment.
+    """The tokens that a file has now. While it has none, the last ones count: a Secret may be away for a moment.
 
     It is read when somebody asks, and no more often than every `LOOK_SECONDS`. A volume of a Secret is changed by links
     that are swapped, so the path is followed anew each time.
@@ -86,31 +86,31 @@ class TokenFile:
         self._path = path
         self._clock = clock
         self._due = float("-inf")
-        self._token: str | None = None
+        self._tokens: tuple[str, ...] = ()
         self._wrong = ""
 
     @property
-    def token(self) -> str | None:
-        """The token; None if the file never had one, so that nobody has it."""
+    def tokens(self) -> tuple[str, ...]:
+        """The tokens, each of which opens; none if the file never had one, so that nobody has it."""
         if self._clock.now() >= self._due:
             self._due = self._clock.now() + LOOK_SECONDS
             self._look()
-        return self._token
+        return self._tokens
 
     def _look(self) -> None:
         try:
-            found = read_token(self._path)
+            found = read_tokens(self._path)
         except SettingsError as error:
             if str(error) != self._wrong:
                 self._wrong = str(error)
-                stays = "nobody has one" if self._token is None else "the token that it had last counts on"
+                stays = "the token that it had last counts on" if self._tokens else "nobody has one"
                 _log.warning("%s Until then %s.", error, stays)
             return
-        if self._token is not None and found != self._token:
+        if self._tokens and found != self._tokens:
             _log.info("the token in %s has changed: requests need the new one from now on", self._path)
         elif self._wrong:
             _log.info("the token in %s can be read again", self._path)
-        self._token, self._wrong = found, ""
+        self._tokens, self._wrong = found, ""
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,7 @@ class Access:
         if settings.token is not None:
             return cls(Answered.WITH_TOKEN, (settings.token.get_secret_value(),), uds, allow, keys)
         if settings.token_file is not None:
-            token = token_file.token if token_file is not None else None
-            own = (token,) if token is not None else ()
+            own = token_file.tokens if token_file is not None else ()
             return cls(Answered.WITH_TOKEN, own, uds, allow, keys, f"{PREFIX}TOKEN_FILE")
         if keys:
             return cls(Answered.WITH_API_KEY, keys, uds, allow, keys)

@@ -191,9 +191,9 @@ class _View:
 class _Yardstick:
     """What pods of one check are judged by: the test's numbers, and the preset's vectors if it has some for the check.
 
-    ``unfit`` says why vectors that it has are not used. ``digest`` tells one yardstick from another; it is empty for
-    pods of another model than the fleet's, as in an update: of that the preset says nothing. So it is while the preset
-    cannot be used.
+    ``unfit`` says why vectors that it has are not used. ``digest`` tells one yardstick from another. It begins with
+    that of the spec, and is no longer for pods of another model than the fleet's, as in an update, and while the preset
+    cannot be used: of these the preset says nothing.
     """
 
     check: Check
@@ -206,20 +206,24 @@ class _Yardstick:
     def of(cls, fleet: PoCFleet, resolved: Resolved | None, check: Check | str, wanted: Check | str) -> "_Yardstick":
         assert isinstance(check, Check)  # noqa: S101 - for the type checker
         thresholds, (golden, unfit) = _thresholds(fleet, resolved), _golden(resolved, check)
+        of_spec = _digest(fleet.spec.self_check.stat_test)
         if check != wanted or (resolved is not None and resolved.remembered):
-            return cls(check=check, thresholds=thresholds, golden=golden)
-        told = f"{thresholds} {unfit} {golden.vectors if golden is not None else ''}"
-        digest = sha256(told.encode()).hexdigest()[:16]
-        return cls(check=check, thresholds=thresholds, golden=golden, unfit=unfit, digest=digest)
+            return cls(check=check, thresholds=thresholds, golden=golden, digest=of_spec)
+        of_preset = _digest(f"{thresholds} {unfit} {golden.vectors if golden is not None else ''}")
+        return cls(check=check, thresholds=thresholds, golden=golden, unfit=unfit, digest=of_spec + of_preset)
 
     def is_other(self, entry: FleetPod) -> bool:
-        """Whether a pod that was asked for the check was judged by something else."""
-        return bool(self.digest) and entry.reference == self.check.name and entry.judged_by != self.digest
+        """Whether a pod that was asked for the check was judged by something else, as far as this knows it."""
+        return entry.reference == self.check.name and entry.judged_by[: len(self.digest)] != self.digest
 
     def mark(self, view: _View) -> _View:
         """Return a pod that was judged by this, whose message also says what this lacks."""
         message = f"{view.entry.message}; {self.unfit}" if self.unfit else view.entry.message
         return view.with_entry(judged_by=self.digest, message=message)
+
+
+def _digest(told: object) -> str:
+    return sha256(str(told).encode()).hexdigest()[:8]
 
 
 def _check(fleet: PoCFleet, resolved: Resolved | None, model: str) -> Check | str:

@@ -56,6 +56,8 @@ EPOCH_BLOCKS = 17_280
 BLOCK_SECONDS = (5.0, 5.4)
 #: A round counts as late until so many times the time since the last start.
 _LATE = 1.25
+#: So many epochs after the last round of the network none is expected any more: the fleet is not the network's now.
+_MISSED = 7
 #: A pod may take so many times as long to become ready as those before.
 _SLOWER = 1.5
 #: So many objects are named in a message.
@@ -254,11 +256,12 @@ def _regular(rounds: Iterable[FleetRound]) -> Sequence[tuple[int, datetime]]:
 def _next_regular(regular: Sequence[tuple[int, datetime]], now: datetime, need: int) -> datetime | None:
     """Return from when on a regular round may start that a pod would miss if it left now."""
     epochs = [(after[1] - before[1]) * EPOCH_BLOCKS / (after[0] - before[0]) for before, after in pairwise(regular)]
+    most = _MISSED if epochs else 1
     epochs = epochs or [timedelta(seconds=EPOCH_BLOCKS * seconds) for seconds in BLOCK_SECONDS]
     fastest, slowest, passed = min(epochs), max(epochs), now - regular[-1][1]
     # One that has not come although it could be late no longer was missed: the one after it is next.
     number = max(1, math.ceil(passed / slowest - (_LATE - 1)))
-    is_near = passed + timedelta(seconds=need) > number * fastest
+    is_near = number <= most and passed + timedelta(seconds=need) > number * fastest
     return regular[-1][1] + number * fastest if is_near else None
 
 

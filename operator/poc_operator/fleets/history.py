@@ -96,6 +96,16 @@ def fleet_before(fleet: PoCFleet, workload: Object) -> PoCFleet:
     return fleet if record is None else _with_template_of(fleet, FleetSpec.model_validate(record))
 
 
+def serves_the_same(one: FleetSpec, other: FleetSpec) -> bool:
+    """Whether two specs resolve to the same model, GPUs and flags, wherever the first one does."""
+    return (one.model, one.gpu, one.parallelism, one.engine_args) == (
+        other.model,
+        other.gpu,
+        other.parallelism,
+        other.engine_args,
+    )
+
+
 def _with_template_of(fleet: PoCFleet, spec: FleetSpec) -> PoCFleet:
     now = {name: getattr(fleet.spec, name) for name in NOT_OF_TEMPLATES}
     return fleet.model_copy(update={"spec": spec.model_copy(update=now)})

@@ -22,7 +22,7 @@ from poc_operator.fleets.download import DownloadSeen, download, holds_back, is_
 from poc_operator.fleets.forecast import Eviction, Spares, WorkOnPods
 from poc_operator.fleets.groups import HELD, partition_in, partition_of, with_partition
 from poc_operator.fleets.healing import Healed, faulty_gpus, heal
-from poc_operator.fleets.history import Known, fleet_before, recorded, rescaled
+from poc_operator.fleets.history import Known, fleet_before, recorded, rescaled, serves_the_same
 from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.progress import Watched
 from poc_operator.fleets.render import Object, claim_of, render, render_beside, signed
@@ -193,13 +193,12 @@ def _unusable(seen: FleetSnapshot, refusal: Refusal, resolved: Resolved | None =
     if refusal.reason is Reason.LEADER_WORKER_SET_UNKNOWN:
         return _step(seen, refusal, known.resolved if known is not None else None, known)  # it cannot be applied
     if known is not None:
-        before = _with_fleet(seen, known.fleet(fleet))
-        return _step(before, _wanted(before, known.resolved), known.resolved, known, refusal)
-    if resolved is None and fleet.status.stat_test is not None:
-        resolved = resolved_before(fleet.status)
-    if workload is not None:
-        seen = _with_fleet(seen, fleet_before(fleet, workload))
-    return _step(seen, refusal, resolved, None, refusal)
+        now = _with_fleet(seen, known.fleet(fleet))
+        return _step(now, _wanted(now, known.resolved), known.resolved, known, refusal)
+    before = fleet_before(fleet, workload) if workload is not None else fleet
+    if resolved is None or not serves_the_same(before.spec, fleet.spec):
+        resolved = resolved_before(fleet.status) if fleet.status.stat_test is not None else None
+    return _step(_with_fleet(seen, before), refusal, resolved, None, refusal)
 
 
 def _with_fleet(seen: FleetSnapshot, fleet: PoCFleet) -> FleetSnapshot:

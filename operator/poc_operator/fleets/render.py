@@ -37,7 +37,7 @@ CONTAINER = "vllm"
 PRE_STOP_SECONDS = 5
 _SHARED_MEMORY = "8Gi"
 #: Where pods have the token of their PoC routes: in a folder, since a file that is mounted alone never changes.
-_TOKEN_FOLDER = "/etc/vllm-poc"  # noqa: S105 - a path
+_TOKEN_FOLDER = "/etc/vllm-poc-operator/token"  # noqa: S105 - a path
 _PROBE_SECONDS = 5
 #: Annotation of every object of a fleet: a digest of what was wanted when it was applied last.
 HASH = f"{GROUP}/wanted"

@@ -208,7 +208,7 @@ def names(presets: Presets) -> Sequence[str]:
 #: The Secret with the token of a namespace's pods, unless the operator is told another one.
 TOKEN_SECRET = "vllm-poc-token"  # noqa: S105 - a name
 #: The volume of pods that has it.
-TOKEN_VOLUME = "poc-token"  # noqa: S105 - a name
+TOKEN_VOLUME = "vllm-poc-operator-token"  # noqa: S105 - a name
 
 
 @dataclass(frozen=True)

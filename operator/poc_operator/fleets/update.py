@@ -24,9 +24,9 @@ A pod that is missing comes with the newest revision, so it is the canary. One t
 Later pods do not fail an update, since the canary has shown that the template can work: as with ``kubectl rollout``
 nothing goes back by itself. One that fails like a canary stops the update until it works, unless its template was good.
 
-Pods that cannot run, or have failed their self-check, and have no slot of a round lose nothing when they are replaced:
-they wait for no round. So do those that are not ready and have a template that has failed, or have not become ready
-within ``startupSeconds``, or have no Kubernetes node. What others wait for is in `poc_operator.fleets.forecast`.
+Pods without a slot wait for no round if they cannot run, have failed their self-check, or have no Kubernetes node. Nor
+do those that are not ready if their template has failed, or ``startupSeconds`` are over. What others wait for is in
+`poc_operator.fleets.forecast`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -223,8 +223,7 @@ class _View:
 
     def is_about_a_check(self, why: str) -> bool:
         """Whether this is why a pod has failed, and its self-check says so."""
-        trial = self.trial
-        return any(trial.is_by_check(pod) for pod in self.updated if trial.why_failed(pod) == why)
+        return any(self.trial.is_by_check(pod) for pod in self.updated if self.trial.why_failed(pod) == why)
 
     def why_any_failed(self) -> str | None:
         """Say why one of the pods with the newest revision has failed; None if none has."""
@@ -347,8 +346,7 @@ class _View:
         )
 
     def _doing(self, chosen: Sequence[Eviction], free: Sequence[PodView]) -> str:
-        refused = (self.seen.unevicted.get(one.pod.uid) for one in chosen)
-        if why := next(filter(None, refused), None):
+        if why := next((why for one in chosen if (why := self.seen.unevicted.get(one.pod.uid))), None):
             return why
         if chosen:
             return f"replacing {', '.join(one.pod.name for one in chosen[:_NAMED])}"
@@ -403,6 +401,8 @@ def _without_old_pods(view: _View) -> UpdateStep:
     if complete and seen.replicas:
         # What has failed once, and works, has not failed.
         status = status.model_copy(update={"good_revision": seen.newest, "failed": view.other_failures})
+    elif not seen.replicas and old.good_revision not in ("", seen.newest):
+        status = status.model_copy(update={"digest": old.digest})  # it is to prove itself once there are pods
     done = WorkEvent(reason=Reason.UPDATE_COMPLETE, message=f"all {seen.replicas} pods have revision {seen.newest}")
     return UpdateStep(status=status, events=[*told, done] if running else [])
 
@@ -413,7 +413,8 @@ def _begins_without_pods(view: _View) -> bool:
     if old.digest == seen.digest or not seen.spec.canary or seen.newest == old.good_revision:
         return False
     was_good = bool(old.good_revision) and seen.spec.strategy is not UpdateStrategy.NEVER
-    return old.phase is UpdatePhase.CANARY or (was_good and seen.replicas > 0)
+    works = any(map(view.available, view.updated))  # as when the API server writes a value in another way
+    return old.phase is UpdatePhase.CANARY or (was_good and seen.replicas > 0 and not works)
 
 
 def _begun(view: _View) -> UpdateStep:
@@ -442,8 +443,7 @@ def _started(view: _View) -> WorkEvent:
 def _canary(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
     """Replace one pod, and wait until it has passed or failed."""
     view.note_canary()
-    why = view.why_any_failed() or view.why_late()
-    if why is not None:
+    if (why := view.why_any_failed() or view.why_late()) is not None:
         return _failing(view, why, events)
     if view.proving and all(map(view.available, view.proving)):
         passed = f"revision {view.seen.newest} works on {view.proving[0].name}"

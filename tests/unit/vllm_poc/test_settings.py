@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_poc.settings import Settings, SettingsError, read_token
+from vllm_poc.settings import Settings, SettingsError, read_tokens
 
 
 def test_by_default_nobody_else_is_answered() -> None:
@@ -38,7 +38,18 @@ def test_a_token_stands_in_a_variable_or_in_a_file() -> None:
 def test_a_token_is_read_without_the_line_break_of_its_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(" s3cret\n")
-    assert read_token(str(file)) == "s3cret"
+    assert read_tokens(str(file)) == ("s3cret",)
+    file.write_text("new, old\n")
+    assert read_tokens(str(file)) == ("new", "old")
+
+
+@pytest.mark.parametrize("content", ["s3 cret", "new\nold", "new,ol\x00d", "schlüssel"])
+def test_a_token_that_no_header_can_have_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "token"
+    file.write_text(content)
+    with pytest.raises(SettingsError, match="has a token that no header can have: leave out blanks") as raised:
+        read_tokens(str(file))
+    assert content not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +58,7 @@ def test_a_token_is_read_without_the_line_break_of_its_file(tmp_path: Path) -> N
         (None, r"cannot be read \(No such file or directory\)"),
         (b"", "is empty"),
         (b" \n", "is empty"),
+        (b", ,", "is empty"),
         (b"s3cret\xff", r"cannot be read \(it is no text\)"),
     ],
     ids=str,
@@ -57,7 +69,7 @@ def test_a_file_without_a_token_is_named_with_the_remedy(tmp_path: Path, content
         file.write_bytes(content)
     expected = f"^VLLM_POC_TOKEN_FILE: {re.escape(str(file))} {says}: mount the Secret there, or set VLLM_POC_TOKEN"
     with pytest.raises(SettingsError, match=expected) as raised:
-        read_token(str(file))
+        read_tokens(str(file))
     assert "s3cret" not in str(raised.value)
 
 

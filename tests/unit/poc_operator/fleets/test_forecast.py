@@ -137,6 +137,9 @@ def test_an_epoch_after_a_single_round_of_the_network_another_is_expected(since:
     """A host's first day has one round, and no pod is to be away in the second."""
     found = next_round([a_round(since, since - 180, network=True, height=1_000_000)], NOW, 3 * HOUR)
     assert found == (NOW + timedelta(seconds=expected) if expected is not None else None)
+    # Once it was missed, nothing is expected: what an epoch takes is a guess.
+    for days in (10, 30, 200):
+        assert next_round([a_round(since + days * 24 * HOUR, network=True, height=10**6)], NOW, 3 * HOUR) is None
     # Without a height nothing tells of an epoch.
     assert next_round([a_round(since, since - 180, network=True)], NOW, 3 * HOUR) is None
 
@@ -158,6 +161,17 @@ def test_the_fastest_epoch_tells_from_when_on_and_the_slowest_for_how_long() -> 
         ]
         found = next_round(rounds, NOW, 3 * HOUR)
         assert found == (NOW + timedelta(seconds=expected) if expected is not None else None)
+
+
+def test_a_network_that_is_gone_for_a_week_holds_no_update_up() -> None:
+    starts = [49 * HOUR, 24 * HOUR, HOUR]  # epochs of 25 and of 23 hours
+    found = [
+        next_round(
+            [a_round(s + day * 24 * HOUR, network=True, height=n * EPOCH_BLOCKS) for n, s in enumerate(starts)], NOW, 60
+        )
+        for day in range(8, 60)
+    ]
+    assert found == [None] * len(found)
 
 
 def test_the_height_of_a_round_is_remembered() -> None:

@@ -14,6 +14,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.groups import HELD, partition_of, with_partition, without_nulls
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
 from poc_operator.fleets.render import signed
+from poc_operator.fleets.resolve import TOKEN_VOLUME
 from poc_operator.observed import REVISION_LABEL, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
@@ -63,12 +64,12 @@ def test_the_leader_serves_and_workers_follow_it() -> None:
     assert "VLLM_POC_TOKEN_FILE" in {one["name"] for one in ours["env"]}
     assert "VLLM_POC_TOKEN_FILE" not in {one["name"] for one in theirs["env"]}
     volumes = [{one["name"] for one in pod["spec"]["volumes"]} for pod in (leader, worker)]
-    assert volumes == [{"shm", "cache", "poc-token"}, {"shm", "cache"}]
+    assert volumes == [{"shm", "cache", TOKEN_VOLUME}, {"shm", "cache"}]
     assert {one["name"] for one in theirs["volumeMounts"]} == {"shm", "cache"}
 
 
 def test_what_shares_the_volume_of_the_token_is_in_no_worker() -> None:
-    mount = {"name": "poc-token", "mountPath": "/t"}
+    mount = {"name": TOKEN_VOLUME, "mountPath": "/t"}
     own = {"initContainers": [{"name": "a", "volumeMounts": [mount]}], "containers": [{"name": "b"}]}
     leader, worker = templates_of(spanning(podTemplate={"spec": own}))
     assert leader["spec"]["initContainers"][0]["volumeMounts"] == [mount]

@@ -160,7 +160,7 @@ def test_the_token_is_that_which_the_operator_sends() -> None:
     assert variables["VLLM_POC_TOKEN_FILE"] == f"{mount['mountPath']}/token"
     assert "VLLM_POC_TOKEN" not in variables
     # Kubernetes never changes a file that is mounted alone.
-    assert mount == {"name": volume["name"], "mountPath": "/etc/vllm-poc", "readOnly": True}
+    assert mount == {"name": volume["name"], "mountPath": "/etc/vllm-poc-operator/token", "readOnly": True}
 
 
 def test_open_pods_have_no_token() -> None:

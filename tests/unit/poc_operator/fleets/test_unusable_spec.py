@@ -196,3 +196,41 @@ def test_groups_are_kept_too_unless_the_cluster_does_not_know_them(same: bool) -
     assert [(key_of(one), one["spec"]["replicas"]) for one in step.apply] == [(groups, 3)]
     gone = plan(seen(bad, {}, around=AROUND, pods=[], known=known))
     assert (gone.status.reason, list(gone.apply)) == (Reason.LEADER_WORKER_SET_UNKNOWN, [])
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same process", "next process"])
+def test_a_template_that_does_not_fit_makes_no_pod_another_models(same: bool) -> None:
+    """The spec asks for another preset too. Running pods, and what the status tells of them, stay those of before."""
+    first, objects = good()
+    changed = a_fleet(
+        **SPEC | {"model": {"preset": "qwen3-0.6b"}},
+        podTemplate={"spec": {"containers": 1}},
+        status=first.status.stored(),
+    )
+    step = plan(seen(changed, objects, **({"known": first.known} if same else {})))
+    assert step.status.reason == Reason.POD_TEMPLATE_INVALID
+    now, before = step.status.stored(), first.status.stored()
+    for name in ("model", "gpuProduct", "gpuCount", "seqLen", "kDim", "statTest", "selfCheckReferences", "pods"):
+        assert now[name] == before[name], name
+    assert not step.checks
+
+
+@pytest.mark.parametrize("how", ["an earlier revision", "a broken preset"])
+def test_a_looser_test_of_the_spec_frees_pods_of_which_the_preset_says_nothing(how: str) -> None:
+    earlier = f"{MODEL}@before" if how == "an earlier revision" else MODEL
+    server = replace(SERVER, model=earlier)
+    pods = [a_pod(n, ip=f"10.0.0.{n + 1}", containers=(replace(server, id=f"c{n}#1"),)) for n in range(2)]
+    fleet = a_fleet(**SPEC, replicas=2)
+    objects = stored(fleet)
+    name = plan(seen(fleet, objects, pods=pods)).checks[0].check.name
+    far = [None if vector is None else [vector[0] + 0.9, *vector[1:]] for vector in engine(1)]
+    answers = {
+        pod.uid: an_answer(pod, vectors, check=name) for pod, vectors in zip(pods, (engine(1), far), strict=True)
+    }
+    first = plan(seen(fleet, objects, pods=pods, answers=answers))
+    assert [pod.result for pod in first.status.pods] == ["Passed", "Failed"]
+    loose = {**SPEC, "selfCheck": {"enabled": True, "statTest": {"distThreshold": "1.5"}}}
+    around = AROUND if how == "an earlier revision" else BROKEN
+    changed = a_fleet(**loose, replicas=2, status=first.status.stored())
+    step = plan(seen(changed, objects, pods=pods, answers=answers, around=around))
+    assert [pod.result for pod in step.status.pods] == ["Passed", "Passed"]

@@ -138,6 +138,23 @@ def test_pods_that_were_all_missing_are_to_prove_the_template(phase: str) -> Non
     assert look(fleet_of(after(loading), replicas=1), [a_pod(0, NEW)]).status.update.good_revision == NEW
 
 
+def test_one_that_works_shows_that_the_template_can_work() -> None:
+    """Also where its digest is another, as when the API server has written a value in another way."""
+    broken = a_pod(1, NEW, ready=False, waiting_for="CrashLoopBackOff", age=200, restarts=5)
+    fleet = fleet_of({"update": {**GOOD["update"], "phase": "Rolling", "digest": "of another"}}, replicas=2)
+    step = look(fleet, [a_pod(0, NEW), broken])
+    assert (step.status.update.phase, step.status.update.failed, step.evict) == ("Rolling", [], ())
+
+
+def test_a_template_that_comes_while_there_are_no_pods_is_to_prove_itself_later() -> None:
+    before = {"update": {**GOOD["update"], "phase": "Complete", "digest": "of another"}}
+    none = look(fleet_of(before, replicas=0), [])
+    assert none.status.update.phase == "Complete"
+    assert look(fleet_of(after(none), replicas=0), []).status.update == none.status.update
+    first = look(fleet_of(after(none), replicas=1), [a_pod(0, NEW, ready=False, age=9)])
+    assert (first.status.update.phase, first.status.update.good_revision) == ("Canary", OLD)
+
+
 def test_the_others_follow_when_the_canary_is_ready() -> None:
     fleet = fleet_of(in_phase("Canary", canary="demo-3"))
     step = look(fleet, [*FOUR[:3], a_pod(3, NEW)])

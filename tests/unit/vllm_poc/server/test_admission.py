@@ -136,6 +136,14 @@ def test_a_secret_that_is_swapped_counts_within_a_second(volume: Volume, caplog:
     clock.advance(LOOK_SECONDS / 2)
     assert [answers(file, token) for token in ("first", "second")] == [False, True]
     assert len(caplog.messages) == 1
+    volume.swap("third,second")
+    clock.advance(LOOK_SECONDS)
+    assert [answers(file, token) for token in ("second", "third", "third,second", "first")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert "has changed" in caplog.text
     assert not any(token in caplog.text for token in ("first", "second"))
 
