@@ -35,10 +35,12 @@ _SERVICE_LINK = re.compile(
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def _split_commas(value: object) -> object:
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return value
+    return _parts(value) if isinstance(value, str) else value
 
 
 class Priority(StrEnum):
@@ -199,7 +201,7 @@ def read_tokens(path: str) -> tuple[str, ...]:
         raise SettingsError(f"{_cannot_be_read(path)} ({error.strerror}): {_MOUNT_IT}.") from None
     except ValueError:  # which quotes what it has read
         raise SettingsError(f"{_cannot_be_read(path)} (it is no text): {_MOUNT_IT}.") from None
-    found = tuple(part.strip() for part in text.split(",") if part.strip())
+    found = _parts(text)
     if not found:
         raise SettingsError(f"{PREFIX}TOKEN_FILE: {path} is empty: {_MOUNT_IT}.")
     if not all(_SENDABLE.fullmatch(token) for token in found):

@@ -124,8 +124,7 @@ def check_pods(
     views = [_explained(judged.get(view.pod.uid, view)) for view in views]
     used = {*groups, *(view.entry.reference for view in views)}
     # What the fleet's pods are to compute outlives them: the next pod may be the only one, and the wrong one.
-    is_known = isinstance(wanted, Check) and resolved is not None and not resolved.remembered
-    used |= {wanted.name} if isinstance(wanted, Check) and is_known else known.keys()
+    used |= {wanted.name} if isinstance(wanted, Check) and not _is_remembered(resolved) else known.keys()
     return CheckedPods(
         pods=[view.entry for view in views],
         references=[found for name, found in known.items() if name in used and found is not None],
@@ -155,7 +154,7 @@ class _View:
         port = pod.serving_port(fleet.spec.port)
         server = pod.server(port)
         check = _check(fleet, resolved, pod.container(port).model)
-        if isinstance(check, Check) and resolved is not None and resolved.remembered:
+        if isinstance(check, Check) and _is_remembered(resolved):
             references = {found.name for found in fleet.status.self_check_references}
             check = check if check.name in references else _UNUSABLE
         if told is None or told.server != server:
@@ -207,7 +206,7 @@ class _Yardstick:
         assert isinstance(check, Check)  # noqa: S101 - for the type checker
         thresholds, (golden, unfit) = _thresholds(fleet, resolved), _golden(resolved, check)
         of_spec = _digest(fleet.spec.self_check.stat_test)
-        if check != wanted or (resolved is not None and resolved.remembered):
+        if check != wanted or _is_remembered(resolved):
             return cls(check=check, thresholds=thresholds, golden=golden, digest=of_spec)
         of_preset = _digest(f"{thresholds} {unfit} {golden.vectors if golden is not None else ''}")
         return cls(check=check, thresholds=thresholds, golden=golden, unfit=unfit, digest=of_spec + of_preset)
@@ -220,6 +219,11 @@ class _Yardstick:
         """Return a pod that was judged by this, whose message also says what this lacks."""
         message = f"{view.entry.message}; {self.unfit}" if self.unfit else view.entry.message
         return view.with_entry(judged_by=self.digest, message=message)
+
+
+def _is_remembered(resolved: Resolved | None) -> bool:
+    """Whether what pods serve is known by the status alone, which has no vectors of a preset."""
+    return resolved is not None and resolved.remembered
 
 
 def _digest(told: object) -> str:

@@ -283,6 +283,10 @@ def _token_volumes(fleet: PoCFleet, around: Surroundings) -> list[Object]:
     return [{"name": TOKEN_VOLUME, "secret": secret}]
 
 
+def _token_mounts(fleet: PoCFleet) -> list[Object]:
+    return [] if fleet.spec.auth.open else [{"name": TOKEN_VOLUME, "mountPath": _TOKEN_FOLDER, "readOnly": True}]
+
+
 def _container(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Object:
     spec = fleet.spec
     return {
@@ -304,10 +308,7 @@ def _container(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Obj
         "volumeMounts": [
             {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108
             {"name": "cache", "mountPath": "/cache"},
-            *(
-                {"name": one["name"], "mountPath": _TOKEN_FOLDER, "readOnly": True}
-                for one in _token_volumes(fleet, around)
-            ),
+            *_token_mounts(fleet),
             *decode.mounts(spec),
         ],
     }
