@@ -19,9 +19,9 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, CheckPod, check_pods, finding
 from poc_operator.fleets.conditions import PodCounts, Verdict, unmonitored
 from poc_operator.fleets.download import DownloadSeen, download, holds_back, is_abandoned, is_held, job_name
-from poc_operator.fleets.forecast import Eviction, Spares, WorkOnPods
+from poc_operator.fleets.forecast import Eviction, WorkOnPods, slots_held
 from poc_operator.fleets.groups import HELD, partition_in, partition_of, with_partition
-from poc_operator.fleets.healing import Healed, faulty_gpus, heal
+from poc_operator.fleets.healing import Healed, Sight, faulty_gpus, heal
 from poc_operator.fleets.history import Known, fleet_before, recorded, rescaled, serves_the_same
 from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.progress import Watched
@@ -230,15 +230,12 @@ def _step(
 ) -> FleetStep:
     """Return the next step towards what is wanted; ``refusal`` says why that is not what the spec asks for."""
     fleet = seen.fleet
-    healed = heal(fleet, seen.own, seen.health, seen.now, {**seen.unevicted, **seen.busy})
+    sight = Sight(health=seen.health, gpu_errors=seen.gpu_errors, needed=slots_held(seen.work))
+    healed = heal(fleet, seen.own, sight, seen.now, {**seen.unevicted, **seen.busy})
     checked = check_pods(fleet, resolved, seen.staying, seen.answers, seen.now)
     parts = _Parts(seen, resolved or resolved_before(fleet.status), healed, checked)
     others = strangers_came(fleet, strangers(fleet, seen.pods))
-    hung = [
-        Eviction(pod, Spares.NOTHING)
-        for pod in healed.evict
-        if pod.uid not in seen.busy and pod.uid not in seen.evicted
-    ]
+    sick = [one for one in healed.evict if one.pod.uid not in seen.busy and one.pod.uid not in seen.evicted]
     if isinstance(wanted, Refusal):
         status = parts.status(refusal or wanted, fleet.status.download, fleet.status.update)
         is_kept = wanted is refusal and seen.workload is not None
@@ -248,14 +245,14 @@ def _step(
             apply=_upkeep(seen) if is_kept else (),
             needs_token=is_kept and not fleet.spec.auth.open,
             checks=checked.asks,
-            evict=hung,
+            evict=sick,
             events=others,
         )
     asked = _workload(wanted.objects)
     apply = [body for body in _held(seen, _with_good_template(seen, wanted)) if _differs(seen, body)]
     update = _update(seen, wanted, asked, settled=seen.is_observed and _workload(apply) is None)
-    # One after the other: a hung pod is away as well.
-    outdated = update.evict if seen.refused is None and not hung else ()
+    # One after the other: a pod that is replaced for another reason is away as well.
+    outdated = update.evict if seen.refused is None and not sick else ()
     return FleetStep(
         status=parts.status(refusal or seen.refused, wanted.download, _told(seen, asked, update)),
         known=known,
@@ -263,7 +260,7 @@ def _step(
         apply=apply,
         needs_token=not fleet.spec.auth.open,
         checks=checked.asks,
-        evict=(*hung, *outdated),
+        evict=(*sick, *outdated),
         events=[*update.events, *others],
         # No watch tells when a budget allows an eviction again, or a pod has done the work of others.
         moves=update.moves or bool(update.evict) or bool(seen.busy),
@@ -487,7 +484,8 @@ class _Parts:
         update: UpdateStatus,
         entries: Sequence[FleetPod],
     ) -> Verdict:
-        findings = [*self.healed.findings, *faulty_gpus(entries), *unmonitored(self.seen.fleet, self.seen.around)]
+        findings = [*self.healed.findings, *faulty_gpus(entries, self.healed)]
+        findings += unmonitored(self.seen.fleet, self.seen.around)
         findings += [(self.seen.left.reason, self.seen.left.message)] if self.seen.left is not None else []
         others = strangers(self.seen.fleet, self.seen.pods)
         if refusal is not None:

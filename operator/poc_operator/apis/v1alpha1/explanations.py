@@ -155,8 +155,9 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.GPU_FAULTY: Explanation(
         "Degraded=True, Event",
         "The GPUs of a pod have had Xid errors, or double-bit errors of their memory, since the operator first asked "
-        "the pod. Results may be wrong.",
-        "Cordon the Kubernetes node that the message names, delete the pod, and have the GPU reset or replaced.",
+        "the pod. Results may be wrong. After several within an hour the operator evicts the pod between rounds.",
+        "Cordon the Kubernetes node that the message names, delete the pod if it is still there, and have the GPU "
+        "reset or replaced.",
         _FLEET,
     ),
     Reason.PODS_OUTDATED: Explanation(

@@ -80,15 +80,18 @@ class SelfCheck(ApiModel):
 
 
 class Healing(ApiModel):
-    """What is done about a pod that is ready and gets nothing done although work waits for it."""
+    """What is done about a pod that is ready and gets nothing done although work waits for it, or whose GPUs fail."""
 
     enabled: bool = True
     """False: such a pod is told of, and stays."""
     hung_seconds: Annotated[Int32, Field(ge=60, le=86_400)] = 600
     """Seconds without any progress, while work waits, after which a pod counts as hung. They must exceed the longest
     time that one step of the model may take."""
+    gpu_errors_per_hour: Annotated[Int32, Field(ge=1, le=10_000)] = 3
+    """A pod whose GPUs have so many errors within an hour is replaced, once no round has given it a slot. Double-bit
+    ECC errors count, and Xid errors that no program caused."""
     restarts_per_hour: Annotated[Int32, Field(ge=1, le=60)] = 2
-    """Pods of the fleet that may be replaced for that within an hour."""
+    """Pods of the fleet that may be replaced for both within an hour."""
 
 
 class Stage(StrEnum):
@@ -222,7 +225,7 @@ class Download(ApiModel):
 
 
 class Restart(ApiModel):
-    """A hung pod that was to be replaced."""
+    """A pod that was to be replaced, since it hung or its GPUs failed."""
 
     name: str
     """Name of the pod."""
@@ -230,8 +233,12 @@ class Restart(ApiModel):
     """Uid of the pod."""
     time: datetime
     """When that was decided."""
+    reason: str = "PodHung"
+    """PodHung or GpuFaulty. A reader must expect other words."""
+    node: str = ""
+    """Kubernetes node that it ran on."""
     message: Message = ""
-    """What it had not got done."""
+    """What it had not got done, or the errors of its GPUs."""
 
 
 class SelfCheckReference(ApiModel):

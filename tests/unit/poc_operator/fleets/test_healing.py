@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which pods count as hung, and what is done about them. Looks are made of what real servers write."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,13 +13,16 @@ from hypothesis import strategies as st
 
 from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.fleets.healing import BUDGET_TIME, Healed, faulty_gpus, heal
-from poc_operator.fleets.plan import FleetSnapshot, plan
+from poc_operator.apis.v1alpha1.round import RoundStatus
+from poc_operator.fleets.forecast import Spares, WorkOnPods
+from poc_operator.fleets.healing import BUDGET_TIME, Healed, Sight, faulty_gpus, heal
+from poc_operator.fleets.plan import FleetSnapshot, FleetStep, plan
 from poc_operator.fleets.progress import Watched, hung, parse_look, watched
 from poc_operator.fleets.stages import GpuErrors
 from poc_operator.observed import REVISION_LABEL, Container, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
+from tests.unit.poc_operator.fleets.test_forecast import work
 from tests.unit.poc_operator.fleets.test_plan import stored
 
 SERVER = "containerd://1#0"
@@ -163,13 +167,26 @@ def stuck_pod() -> Watched:
 STUCK = stuck_pod()
 
 
-def healed(*pods: PodView, restarts: Sequence[Any] = (), refused: Any = None, **spec: Any) -> Healed:  # noqa: ANN401
+def healed(
+    *pods: PodView,
+    restarts: Sequence[Any] = (),
+    refused: Any = None,  # noqa: ANN401
+    sight: Sight | None = None,
+    **spec: Any,  # noqa: ANN401
+) -> Healed:
+    """What is done about these pods, which are stuck unless ``sight`` says otherwise."""
     fleet = a_fleet(status={"restarts": list(restarts)}, healing=spec)
-    return heal(fleet, pods, {pod.uid: STUCK for pod in pods}, NOW, refused or {})
+    return heal(fleet, pods, sight or Sight(health={pod.uid: STUCK for pod in pods}), NOW, refused or {})
 
 
 def a_restart(uid: str, minutes: int = 1) -> dict[str, str]:
     return {"name": f"pod-{uid}", "uid": uid, "time": (NOW - timedelta(minutes=minutes)).isoformat()}
+
+
+def of_failing_gpus(*errors: int, needed: dict[str, str] | None = None) -> Sight:
+    """The pods from the first on have had so many errors of GPUs within an hour."""
+    found = {f"u{number}": GpuErrors(xids=9, lately=count) for number, count in enumerate(errors)}
+    return Sight(gpu_errors=found, needed=needed or {})
 
 
 def test_a_hung_pod_is_recorded_and_then_evicted() -> None:
@@ -180,7 +197,7 @@ def test_a_hung_pod_is_recorded_and_then_evicted() -> None:
         "demo-0 is hung: 1 requests run and 0 wait, and nothing was done for 600 s; it is evicted",
     )
     second = healed(a_pod(0), restarts=[a_restart("u0")])
-    assert ([one.uid for one in second.restarts], [pod.uid for pod in second.evict]) == (["u0"], ["u0"])
+    assert ([one.uid for one in second.restarts], [one.pod.uid for one in second.evict]) == (["u0"], ["u0"])
 
 
 @pytest.mark.parametrize(
@@ -203,7 +220,7 @@ def test_one_pod_goes_at_a_time_and_the_hour_has_a_budget() -> None:
     assert [one.uid for one in found.restarts] == ["u0"]
     assert found.findings[1][1].endswith("it is evicted after the other one")
     waits = healed(a_pod(0), a_pod(1), restarts=[a_restart("u0")])
-    assert ([one.uid for one in waits.restarts], [pod.uid for pod in waits.evict]) == (["u0"], ["u0"])
+    assert ([one.uid for one in waits.restarts], [one.pod.uid for one in waits.evict]) == (["u0"], ["u0"])
     spent = healed(a_pod(3), restarts=[a_restart("a"), a_restart("b")])
     assert len(spent.restarts) == 2
     assert "healing.restartsPerHour of 2 is used up" in spent.findings[0][1]
@@ -231,8 +248,8 @@ def test_no_hour_has_more_restarts_than_its_budget(minutes: list[tuple[int, set[
         now += timedelta(minutes=step)
         pods = [a_pod(number) for number in stuck]
         fleet = a_fleet(status={"restarts": restarts}, healing={"restartsPerHour": budget})
-        found = heal(fleet, pods, {pod.uid: STUCK for pod in pods}, now, {})
-        assert {pod.uid for pod in found.evict} <= {one["uid"] for one in restarts}
+        found = heal(fleet, pods, Sight(health={pod.uid: STUCK for pod in pods}), now, {})
+        assert {one.pod.uid for one in found.evict} <= {one["uid"] for one in restarts}
         restarts = [one.model_dump(mode="json", by_alias=True) for one in found.restarts]
         times |= {(one.uid, one.time): one.time for one in found.restarts}
         assert sum(now - time < BUDGET_TIME for time in times.values()) <= budget
@@ -278,4 +295,63 @@ def test_errors_of_gpus_that_grow_name_the_kubernetes_node() -> None:
     third = look(second.stored(), {"u0": GpuErrors(memory=5, xids=1, last_xid=79)})
     errors = "2 double-bit memory errors and 1 Xid errors (the last is Xid 79)"
     assert errors in third.own_conditions["Degraded"].message
-    assert not faulty_gpus([FleetPod(name="a", uid="b", memory_errors=9, memory_errors_before=9, xid_errors=0)])
+    well = FleetPod(name="a", uid="b", memory_errors=9, memory_errors_before=9, xid_errors=0)
+    assert not faulty_gpus([well], Healed(restarts=[]))
+
+
+def test_a_pod_whose_gpus_fail_again_and_again_is_recorded_and_then_evicted() -> None:
+    pods = [a_pod(0), a_pod(1), a_pod(2)]
+    first = healed(*pods, sight=of_failing_gpus(2, 3, 4))
+    (restart,) = first.restarts
+    assert (restart.uid, restart.reason, restart.node) == ("u1", Reason.GPU_FAULTY, "gpu-1")
+    assert (restart.message, list(first.evict)) == ("3 errors of its GPUs within an hour", [])
+    assert first.failing == {"u1": "it is evicted", "u2": "it is evicted after the other one"}
+    second = healed(*pods, restarts=[a_restart("u1")], sight=of_failing_gpus(2, 3, 4))
+    assert [(one.pod.uid, one.spares) for one in second.evict] == [("u1", Spares.SLOTS)]
+    assert not healed(*pods, sight=of_failing_gpus(2, 3, 4), gpuErrorsPerHour=5).failing
+    off = healed(*pods, sight=of_failing_gpus(9), enabled=False)
+    assert (off.restarts, off.failing) == ([], {"u0": "healing.enabled is false"})
+
+
+def test_a_pod_whose_gpus_fail_keeps_its_slot_and_holds_no_hung_pod_up() -> None:
+    stuck = {"u1": STUCK}
+    needed = {"u0": "waiting for the end of PoCRound a", "u1": "waiting for the end of PoCRound a"}
+    failing = {"u0": GpuErrors(lately=3), "u1": GpuErrors(lately=3)}
+    sight = Sight(health=stuck, gpu_errors=failing, needed=needed)
+    found = healed(a_pod(0), a_pod(1), restarts=[a_restart("u0")], sight=sight)
+    assert [one.uid for one in found.restarts] == ["u0", "u1"]
+    assert found.failing == {"u0": "waiting for the end of PoCRound a"}
+    later = healed(a_pod(0), a_pod(1), restarts=[a_restart("u0"), a_restart("u1")], sight=sight)
+    assert [(one.pod.uid, one.spares) for one in later.evict] == [("u1", Spares.NOTHING)]
+
+
+def test_a_fleet_tells_of_a_pod_that_was_replaced_for_its_gpus() -> None:
+    fleet, pod = a_fleet(), a_pod(0)
+    slots = [{"index": 0, "pod": pod.name, "uid": pod.uid, "state": "Running"}]
+    holder = work(uid="demo", status={RoundStatus.SHARES: slots})
+
+    def look(status: Any, uid: str, *work: WorkOnPods) -> FleetStep:  # noqa: ANN401
+        errors = {"u0": GpuErrors(memory=9, xids=3, last_xid=94, lately=3)}
+        return plan(
+            FleetSnapshot(
+                fleet=a_fleet(status=status),
+                around=AROUND,
+                now=NOW,
+                objects=stored(fleet),
+                pods=[dataclasses.replace(pod, uid=uid)],
+                gpu_errors=errors,
+                work=work,
+            )
+        )
+
+    busy = look(None, "u0", holder)
+    assert not busy.status.restarts
+    assert "waiting for the end of PoCRound demo; `kubectl cordon gpu-1` keeps the next one away" in busy.status.message
+    first = look(busy.status.stored(), "u0")
+    assert not first.evict
+    second = look(first.status.stored(), "u0")
+    assert [one.pod.uid for one in second.evict] == ["u0"]
+    gone = look(second.status.stored(), "u9").status
+    assert gone.reason == Reason.GPU_FAULTY
+    told = "demo-0 was replaced after 3 errors of its GPUs within an hour: `kubectl cordon gpu-1`, if these go on"
+    assert told in gone.message
