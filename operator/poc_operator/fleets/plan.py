@@ -167,6 +167,7 @@ class _Wanted:
     objects: Sequence[Object]
     download: Download | None
     asked: Object
+    startup_seconds: int
     delete: Sequence[Mapping[str, Any]] = ()
 
 
@@ -273,7 +274,7 @@ def _update(seen: FleetSnapshot, wanted: _Wanted, asked: Object | None, *, settl
     The end of that one is not the end of the new one. Nobody leaves for a template that the spec does not ask for any
     more, but for the good one on the way back.
     """
-    step, old = plan_update(_update_seen(seen, asked, settled=settled)), seen.fleet.status.update
+    step, old = plan_update(_update_seen(seen, wanted, asked, settled=settled)), seen.fleet.status.update
     if asked is not None or wanted.download is None:
         return step
     phase, told = step.status.phase, {"message": holds_back(wanted.download, seen.download.pods)}
@@ -340,7 +341,7 @@ def _is_good_one_lost(seen: FleetSnapshot, asked: Object) -> bool:
     return seen.good_template is None and (found is None or covers(template_of(found), template_of(asked)))
 
 
-def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) -> UpdateSeen:
+def _update_seen(seen: FleetSnapshot, wanted: _Wanted, asked: Object | None, *, settled: bool) -> UpdateSeen:
     fleet, old, update = seen.fleet, seen.fleet.status, seen.fleet.status.update
     # While the StatefulSet waits for a download, the update is that of before.
     # What strategy Never has left unnamed is no update that goes on.
@@ -364,7 +365,7 @@ def _update_seen(seen: FleetSnapshot, asked: Object | None, *, settled: bool) ->
         # Until the good template is back, what comes anew would have the failed one.
         settled=settled and not (failed is not None and update.good_revision and seen.newest == failed.revision),
         digest=digest,
-        startup_limit=fleet.spec.startup_seconds,
+        startup_limit=wanted.startup_seconds,
         grace=grace if isinstance(grace, int) else fleet.spec.termination_grace_period_seconds,
         checks={pod.uid: pod for pod in old.pods},
         work=seen.work,
@@ -404,7 +405,8 @@ def _wanted(seen: FleetSnapshot, resolved: Resolved) -> _Wanted | Refusal:
     (asked,) = filter(_is_workload, wanted)
     now = [body for body in wanted if not (ahead.holds and body is asked)]
     now += [ahead.job] if ahead.job is not None else []
-    return _Wanted(objects=now, download=ahead.record, asked=asked, delete=unwanted)
+    limit = resolved.startup_seconds
+    return _Wanted(objects=now, download=ahead.record, asked=asked, startup_seconds=limit, delete=unwanted)
 
 
 def _differs(seen: FleetSnapshot, wanted: Object) -> bool:

@@ -298,7 +298,7 @@ def _container(fleet: PoCFleet, resolved: Resolved, around: Surroundings) -> Obj
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(PRE_STOP_SECONDS)]}}},
         "ports": [{"name": "http", "containerPort": spec.port, "protocol": "TCP"}],
         # Loading takes minutes: only the startup probe is patient.
-        "startupProbe": _probe(periodSeconds=5, failureThreshold=spec.startup_seconds // _PROBE_SECONDS),
+        "startupProbe": _probe(periodSeconds=5, failureThreshold=resolved.startup_seconds // _PROBE_SECONDS),
         "readinessProbe": _probe(periodSeconds=5, timeoutSeconds=5, failureThreshold=3),
         "livenessProbe": _probe(periodSeconds=10, timeoutSeconds=10, failureThreshold=6),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},

@@ -28,6 +28,8 @@ from poc_operator.fleets.self_check import unpacked
 ANY = "any"
 #: Words of the products of GPUs that are shared or cut up: they have less memory than an entry counts on.
 _PARTS = {"MIG", "SHARED"}
+#: How long a pod may load unless the spec says otherwise, and what a preset's weights add: 170 Mbit/s are enough then.
+STARTUP_SECONDS, SECONDS_PER_GIB = 3600, 50
 
 Variables = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
 
@@ -224,8 +226,8 @@ class Resolved:
     """What the pods serve, and how. ``gpu_product`` is the value of the node label, None where any GPU will do.
 
     ``nonces_per_minute`` is a published figure for one pod, ``stat_test`` what the preset has of it. ``reserve_bytes``
-    of each GPU are for chains of the decode scheme. ``remembered`` says that it is from a status, which has neither
-    flags nor vectors of a preset.
+    of each GPU are for chains of the decode scheme. ``startup_seconds`` is how long a pod may load. ``remembered`` says
+    that it is from a status, which has neither flags nor vectors of a preset.
     """
 
     model: str
@@ -241,6 +243,7 @@ class Resolved:
     stat_test: StatTest = field(default_factory=StatTest)
     golden: GoldenVectors | None = None
     reserve_bytes: int = 0
+    startup_seconds: int = STARTUP_SECONDS
     remembered: bool = False
 
 
@@ -312,7 +315,13 @@ def _of_path(spec: FleetSpec, path: str) -> Resolved:
         tensor=ranks.tensor if ranks is not None else max(gpus, 1),
         pipeline=ranks.pipeline if ranks is not None else 1,
         reserve_bytes=reserve_bytes(spec.decode.reserve) if spec.decode is not None and spec.decode.reserve else 0,
+        startup_seconds=_startup_seconds(spec, 0),
     )
+
+
+def _startup_seconds(spec: FleetSpec, weights_gib: int) -> int:
+    """Return how long a pod may load: its first start may download the weights."""
+    return STARTUP_SECONDS + weights_gib * SECONDS_PER_GIB if spec.startup_seconds is None else spec.startup_seconds
 
 
 def _too_small(spec: FleetSpec, preset: Preset) -> Refusal | None:
@@ -354,6 +363,7 @@ def _of_preset(spec: FleetSpec, preset: Preset, around: Surroundings, chosen: st
         stat_test=preset.stat_test or StatTest(),
         golden=preset.golden,
         reserve_bytes=reserve.bytes,
+        startup_seconds=_startup_seconds(spec, preset.weights_gib or 0),
     )
 
 

@@ -170,8 +170,9 @@ class FleetSpec(ApiModel):
     """Address that vLLM's server listens on. Without it: all of the pod."""
     resources: Resources = Resources()
     """CPU and memory of each pod."""
-    startup_seconds: Annotated[Int32, Field(ge=30, le=86_400)] = 3600
-    """How long a pod may load its model before it is restarted."""
+    startup_seconds: Annotated[Int32, Field(ge=30, le=86_400)] | None = None
+    """How long a pod may load its model before it is restarted. Without it: an hour, and 50 s for each GiB of the
+    preset's weights."""
     termination_grace_period_seconds: Annotated[Int32, Field(ge=30, le=3600)] = 60
     """Time that a pod has to end. It must hold a pause of 5 s, the pod's `VLLM_POC_DRAIN_SECONDS` (20), vLLM's
     `--shutdown-timeout`, and some seconds for vLLM itself."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.fleets.render import render
 from poc_operator.fleets.resolve import Invalid, Refusal, Resolved, Surroundings, resolve
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
 
@@ -123,3 +124,22 @@ def test_a_cache_must_hold_the_weights() -> None:
     assert "300Gi" in found.message
     assert "306 GiB" in found.message
     assert resolved(**GLM, gpu={"product": "NVIDIA-H200"}, cache={"size": "1Ti"})
+
+
+@pytest.mark.parametrize(
+    ("spec", "seconds"),
+    [
+        ({"model": {"path": "org/model"}}, 3600),
+        ({"model": {"preset": "minimax-m2.7"}}, 3600 + 215 * 50),
+        ({"model": {"preset": "minimax-m2.7"}, "startupSeconds": 600}, 600),
+        ({"model": {"path": "org/model"}, "startupSeconds": 14_400}, 14_400),
+    ],
+)
+def test_a_pod_has_the_time_that_the_download_of_its_weights_takes(spec: dict[str, Any], seconds: int) -> None:
+    around = replace(AROUND, products=["NVIDIA-H200"])
+    found = resolved(around, **spec)
+    assert found.startup_seconds == seconds
+    (workload,) = [body for body in render(a_fleet(**spec), found, around) if body["kind"] == "StatefulSet"]
+    (container,) = workload["spec"]["template"]["spec"]["containers"]
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == seconds
