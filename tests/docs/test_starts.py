@@ -130,7 +130,7 @@ def test_fleets_of_the_networks_models_keep_their_weights_and_have_time_to_load_
     assert len(large) >= LEAST_FLEETS
     for place, spec, preset in large:
         assert spec.cache.existing_claim or (spec.cache.gibibytes or 0) >= (preset.weights_gib or 1), place
-        assert _startup_seconds(spec) >= 0.99 * FIRST_START, place
+        assert spec.hugging_face.offline or _startup_seconds(spec) >= 0.99 * FIRST_START, place
 
 
 def test_the_time_of_a_download_is_that_of_the_presets_weights() -> None:

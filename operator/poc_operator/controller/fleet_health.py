@@ -2,21 +2,20 @@
 """Looks at the ready pods of all fleets now and then: whether they get on, and whether their GPUs fail.
 
 Looks run beside the fleets' turns, a few at a time, so that silent pods hold up nothing. A new process begins anew,
-which only delays what is done about them.
+which only delays what is done about a hung pod.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from poc_operator.clients.errors import PodError
 from poc_operator.clients.pods.client import ClientOf, base_url
 from poc_operator.controller.health import supervised
 from poc_operator.fleets.download import PORT, DownloadSeen
-from poc_operator.fleets.healing import BUDGET_TIME
 from poc_operator.fleets.progress import SERIES, Watched, parse_look, watched
-from poc_operator.fleets.stages import GpuErrors, more_errors
+from poc_operator.fleets.stages import GpuErrors
 from poc_operator.observed import PodView
 
 #: Seconds between two looks at a pod's progress, and at the errors of its GPUs.
@@ -28,23 +27,11 @@ AT_ONCE = 20
 
 @dataclass
 class _Pod:
-    """What is known of one pod.
-
-    ``asked`` is when its GPUs were asked last, and ``came`` are the errors that each answer had more than the one
-    before, with its time.
-    """
+    """What is known of one pod. ``asked`` is when its GPUs were asked last."""
 
     found: Watched | None = None
     gpu_errors: GpuErrors | None = None
     asked: float = float("-inf")
-    came: list[tuple[float, int]] = field(default_factory=list)
-
-    def note(self, errors: GpuErrors, now: float) -> None:
-        """Remember what the GPUs tell now."""
-        since = now - BUDGET_TIME.total_seconds()
-        more = more_errors(self.gpu_errors, errors)
-        self.came = [*(one for one in self.came if one[0] > since), *([(now, more)] if more else [])]
-        self.gpu_errors = replace(errors, lately=sum(count for _, count in self.came))
 
 
 class FleetHealth:
@@ -132,4 +119,4 @@ class FleetHealth:
                 devices = (await client.gpus(base)).devices
             except PodError:
                 return
-        known.note(GpuErrors.of(devices), known.asked)
+        known.gpu_errors = GpuErrors.of(devices)

@@ -44,6 +44,7 @@ from poc_operator.controller.metrics import Metrics
 from poc_operator.controller.observing import PodCache
 from poc_operator.controller.self_checks import CHECKS, SelfChecks
 from poc_operator.fleets.download import DownloadSeen
+from poc_operator.fleets.healing import restarted
 from poc_operator.fleets.history import Known
 from poc_operator.fleets.merge import covers
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
@@ -485,13 +486,9 @@ def _refusal(what: str, error: StoreError) -> Refusal:
 def _news(old: FleetStatus, new: FleetStatus) -> list[WorkEvent]:
     """Return the Events for pods that are to be replaced, and for a fleet degraded for another reason than before."""
     known = {restart.uid for restart in old.restarts}
-    found = [
-        WorkEvent(reason=Reason.POD_HUNG, message=f"{one.name} is hung: {one.message}; it is evicted", warning=True)
-        for one in new.restarts
-        if one.uid not in known
-    ]
+    found = [restarted(one) for one in new.restarts if one.uid not in known]
     now, before = (status.own_conditions.get(ConditionType.DEGRADED) for status in (new, old))
-    if now is None or now.status != "True" or (now.reason == Reason.POD_HUNG and found):
+    if now is None or now.status != "True" or any(event.reason == now.reason for event in found):
         return found
     if now.reason == Reason.UPDATE_FAILED:
         return found  # the update's own Event says it

@@ -132,11 +132,6 @@ class WorkOnPods:
         return f"{self.kind} {self.record.name}"
 
 
-def slots_held(work: Iterable[WorkOnPods]) -> Mapping[str, str]:
-    """Return what the pods with a slot wait for before they may go, by their uids."""
-    return {uid: f"waiting for the end of {one}" for one in work if one.live for uid in one.record.holders}
-
-
 def remembered(known: Sequence[FleetRound], work: Iterable[WorkOnPods], now: datetime) -> list[FleetRound]:
     """Return the fleet's last rounds, by their start: those that were known, and those that there are now.
 

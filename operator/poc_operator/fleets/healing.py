@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done about pods that are ready and get nothing done, and about those whose GPUs fail.
+"""What is done about pods that are ready and get nothing done, and about those whose GPUs fail again and again.
 
 Such a pod is evicted, so that its StatefulSet makes it anew: one at a time, and no more in an hour than the spec
 allows. That it is to go stands in the status before anybody is told; a pod that gets on meanwhile stays. One whose GPUs
-fail may still compute, so it goes once no round has given it a slot.
+fail still computes. So it goes as for an update: while no round needs it and none is expected. All other pods must be
+ready then, and what replaces it must have its template.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,16 +12,16 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase
 from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod, Restart
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.fleets.forecast import Eviction, Spares
+from poc_operator.fleets.forecast import Eviction, Spares, WorkOnPods, blocker, remembered, replacement_seconds
 from poc_operator.fleets.progress import Watched, hung
-from poc_operator.fleets.stages import GpuErrors
 from poc_operator.observed import PodView
+from poc_operator.planning.snapshot import WorkEvent
 
-#: For so long a restart counts, and errors of GPUs do.
+#: For so long a restart counts.
 BUDGET_TIME = timedelta(hours=1)
-_SPARES = {Reason.POD_HUNG: Spares.NOTHING, Reason.GPU_FAULTY: Spares.SLOTS}
 
 Finding = tuple[Reason, str]
 
@@ -29,133 +30,155 @@ Finding = tuple[Reason, str]
 class Healed:
     """The restarts to record, the pods to evict now, and what to tell.
 
-    ``failing`` says what becomes of the pods whose GPUs fail, by their uids.
+    ``failing`` says what is done about the pods whose GPUs fail, by their uids. ``moves`` says that a restart is new.
     """
 
     restarts: Sequence[Restart]
     evict: Sequence[Eviction] = ()
     findings: Sequence[Finding] = ()
     failing: Mapping[str, str] = field(default_factory=dict)
+    moves: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Sight:
-    """What is seen of pods, by their uids: their engines, the errors of their GPUs, and what they have a slot of."""
+    """What is seen of a fleet's pods.
+
+    ``health`` is what was seen of their engines, and ``refused`` why they could not be evicted, by their uids.
+    ``newest`` is the revision of the pods that are created from now on. ``startup_limit`` is how many seconds one may
+    load, and ``work`` are the objects that select them.
+    """
 
     health: Mapping[str, Watched] = field(default_factory=dict)
-    gpu_errors: Mapping[str, GpuErrors] = field(default_factory=dict)
-    needed: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    work: Sequence[WorkOnPods] = ()
+    newest: str = ""
+    startup_limit: int = 0
 
 
 @dataclass(frozen=True)
 class _Case:
-    """A pod to replace, and why."""
+    """A pod to replace: why it hangs, if it does, and how many errors its GPUs have had, if those are too many."""
 
     pod: PodView
-    reason: Reason
-    why: str
+    hangs: str | None
+    errors: int
+
+    @property
+    def why(self) -> str:
+        errors = f"its GPUs have had {self.errors} errors" if self.errors else ""
+        return "; ".join(text for text in (self.hangs, errors) if text)
 
 
-def heal(
-    fleet: PoCFleet,
-    pods: Iterable[PodView],
-    seen: Sight,
-    now: datetime,
-    refused: Mapping[str, str],
-) -> Healed:
-    """Return what to do about the fleet's hung pods, and about those whose GPUs fail.
-
-    ``refused`` says why pods could not be evicted, by their uids.
-    """
-    spec = fleet.spec.healing
+def heal(fleet: PoCFleet, pods: Iterable[PodView], seen: Sight, now: datetime) -> Healed:
+    """Return what to do about the fleet's hung pods, and about those whose GPUs fail."""
+    spec, own = fleet.spec.healing, [pod for pod in pods if pod.stays]
     kept = [restart for restart in fleet.status.restarts if now - restart.time < BUDGET_TIME]
     recorded = {restart.uid for restart in kept}
-    found = [case for pod in pods if pod.ready and pod.stays and (case := _case(fleet, pod, seen))]
+    found = [case for pod in own if pod.ready and (case := _case(fleet, pod, seen))]
     if not spec.enabled:
-        return _told(kept, (), [(case, "healing.enabled is false") for case in found])
-    due = [case for case in found if not _computes(case, seen)]
+        return _told(kept, [(case, "healing.enabled is false") for case in found])
+    waits = {case.pod.uid: _kept_back(fleet, case.pod, own, seen, now) for case in found if not case.hangs}
+    due = [case for case in found if waits.get(case.pod.uid) is None]
     new = [_restart(case, now) for case in due if case.pod.uid not in recorded]
     if len(kept) >= spec.restarts_per_hour or any(case.pod.uid in recorded for case in due):
         new = []
     going = {restart.uid for restart in new[:1]} | recorded
-    evict = [Eviction(case.pod, _SPARES[case.reason]) for case in due if case.pod.uid in recorded]
-    told = [(case, _computes(case, seen) or _next(case.pod, fleet, going, refused)) for case in found]
-    return _told([*kept, *new[:1]], evict, told)
-
-
-def _computes(case: _Case, seen: Sight) -> str | None:
-    """Say what a pod that may compute well is needed for; None if nothing keeps it."""
-    return seen.needed.get(case.pod.uid) if _SPARES[case.reason] is Spares.SLOTS else None
+    evict = [
+        Eviction(case.pod, Spares.NOTHING if case.hangs else Spares.WORK) for case in due if case.pod.uid in recorded
+    ]
+    told = [(case, waits.get(case.pod.uid) or _next(case, fleet, going, seen.refused)) for case in found]
+    return _told([*kept, *new[:1]], told, evict, moves=bool(new))
 
 
 def _case(fleet: PoCFleet, pod: PodView, seen: Sight) -> _Case | None:
-    """Return why a pod is to be replaced; None if it is well. That it hangs comes first: nothing is lost then."""
-    spec, found = fleet.spec.healing, seen.health.get(pod.uid)
+    """Return why a pod is to be replaced; None if it is well."""
+    spec, found, hangs = fleet.spec.healing, seen.health.get(pod.uid), None
     # What was seen of an earlier container says nothing of this one.
     if found is not None and found.look.server == pod.server(pod.serving_port(fleet.spec.port)):
-        why = hung(found, spec.hung_seconds)
-        if why is not None:
-            return _Case(pod, Reason.POD_HUNG, why)
-    errors = seen.gpu_errors.get(pod.uid)
-    if errors is None or errors.lately < spec.gpu_errors_per_hour:
-        return None
-    return _Case(pod, Reason.GPU_FAULTY, f"{errors.lately} errors of its GPUs within an hour")
+        hangs = hung(found, spec.hung_seconds)
+    errors = sum(_memory_errors(one) + (one.xid_errors or 0) for one in fleet.status.pods if one.uid == pod.uid)
+    errors = errors if errors >= spec.gpu_errors else 0
+    return _Case(pod, hangs, errors) if hangs or errors else None
+
+
+def _kept_back(fleet: PoCFleet, pod: PodView, pods: Sequence[PodView], seen: Sight, now: datetime) -> str | None:
+    """Say what a pod that computes waits for before it may be replaced; None if it may be."""
+    update = fleet.status.update
+    if update.phase is not UpdatePhase.COMPLETE or any(one.revision != seen.newest for one in pods):
+        return "it stays while pods have another template than the newest"
+    if len(pods) < fleet.spec.replicas or not all(one.ready for one in pods):
+        return "it stays until all other pods are ready"
+    grace = fleet.spec.termination_grace_period_seconds
+    need = replacement_seconds(update.startup_seconds, limit=seen.startup_limit, grace=grace)
+    waits = blocker(remembered(update.rounds, seen.work, now), seen.work, [pod], now, need)
+    return f"it stays, waiting for {waits}" if waits is not None else None
 
 
 def _restart(case: _Case, now: datetime) -> Restart:
-    pod = case.pod
-    return Restart(name=pod.name, uid=pod.uid, time=now, reason=case.reason, node=pod.node, message=case.why)
+    pod, reason = case.pod, Reason.GPU_FAULTY if case.errors else Reason.POD_HUNG
+    return Restart(name=pod.name, uid=pod.uid, time=now, reason=reason, node=pod.node, message=case.why)
 
 
-def _told(restarts: Sequence[Restart], evict: Sequence[Eviction], then: Sequence[tuple[_Case, str]]) -> Healed:
+def _told(
+    restarts: Sequence[Restart],
+    then: Sequence[tuple[_Case, str]],
+    evict: Sequence[Eviction] = (),
+    *,
+    moves: bool = False,
+) -> Healed:
     """Return what to do, and what to say of each pod: ``then`` is what becomes of it."""
-    hangs = [
-        (case.reason, f"{case.pod.name} is hung: {case.why}; {what}")
-        for case, what in then
-        if case.reason is Reason.POD_HUNG
-    ]
-    failing = {case.pod.uid: what for case, what in then if case.reason is Reason.GPU_FAULTY}
-    return Healed(restarts=restarts, evict=evict, findings=hangs, failing=failing)
+    hangs = [(Reason.POD_HUNG, f"{case.pod.name} is hung: {case.hangs}; {what}") for case, what in then if case.hangs]
+    failing = {case.pod.uid: what for case, what in then if case.errors}
+    return Healed(restarts=restarts, evict=evict, findings=hangs, failing=failing, moves=moves)
 
 
-def _next(pod: PodView, fleet: PoCFleet, going: set[str], refused: Mapping[str, str]) -> str:
-    """Say what becomes of a pod that is to be replaced."""
-    if pod.uid in refused:
-        return refused[pod.uid]
-    if pod.uid in going:
+def _next(case: _Case, fleet: PoCFleet, going: set[str], refused: Mapping[str, str]) -> str:
+    """Say what becomes of a pod that may be replaced."""
+    if case.pod.uid in refused:
+        return refused[case.pod.uid]
+    if case.pod.uid in going:
         return "it is evicted"
     if len(going) >= fleet.spec.healing.restarts_per_hour:
-        return f"healing.restartsPerHour of {fleet.spec.healing.restarts_per_hour} is used up: look at its log"
+        used_up = f"healing.restartsPerHour of {fleet.spec.healing.restarts_per_hour} is used up"
+        return used_up if case.errors else f"{used_up}: look at its log"
     return "it is evicted after the other one"
 
 
+def restarted(restart: Restart) -> WorkEvent:
+    """Return the Event for a pod that is to be replaced."""
+    if restart.reason == Reason.GPU_FAULTY:
+        cordon = f"`kubectl cordon {restart.node}` keeps the next one away from these GPUs"
+        return WorkEvent(
+            reason=Reason.GPU_FAULTY, message=f"{restart.name} is evicted: {restart.message}; {cordon}", warning=True
+        )
+    message = f"{restart.name} is hung: {restart.message}; it is evicted"
+    return WorkEvent(reason=Reason.POD_HUNG, message=message, warning=True)
+
+
 def faulty_gpus(pods: Iterable[FleetPod], healed: Healed) -> list[Finding]:
-    """Tell of the pods whose GPUs have had errors since the operator first asked them, and of those replaced for it."""
-    pods = list(pods)
-    present = {pod.uid for pod in pods}
-    found = [
+    """Tell of the pods whose GPUs have had errors since the operator first asked them, and of what is to be done."""
+    told = [
         f"the GPUs of {pod.name} have had {errors} since they were first asked: {_then(pod, healed)}"
         for pod in pods
         if (errors := _gpu_errors(pod))
     ]
-    found += [
-        f"{restart.name} was replaced after {restart.message}: `kubectl cordon {restart.node}`, if these go on"
-        for restart in healed.restarts
-        if restart.reason == Reason.GPU_FAULTY and restart.uid not in present
-    ]
-    return [(Reason.GPU_FAULTY, text) for text in found]
+    return [(Reason.GPU_FAULTY, text) for text in told]
 
 
 def _then(pod: FleetPod, healed: Healed) -> str:
-    """Say what becomes of a pod whose GPUs have had errors, and what a person must do."""
-    cordon = f"`kubectl cordon {pod.node}`"
-    what = healed.failing.get(pod.uid)
-    return f"{what}; {cordon} keeps the next one away" if what else f"{cordon}, then delete the pod"
+    """Say what becomes of a pod whose GPUs have had errors, and what a person can do."""
+    person, told = f"`kubectl cordon {pod.node}`, then delete the pod", healed.failing.get(pod.uid)
+    return f"{told}; {person}" if told else person
 
 
 def _gpu_errors(pod: FleetPod) -> str:
     """Name the errors of a pod's GPUs; empty without any."""
-    memory = (pod.memory_errors or 0) - (pod.memory_errors_before or 0)
+    memory = _memory_errors(pod)
     texts = [f"{memory} double-bit memory errors"] if memory > 0 else []
     texts += [f"{pod.xid_errors} Xid errors (the last is Xid {pod.last_xid})"] if pod.xid_errors else []
     return " and ".join(texts)
+
+
+def _memory_errors(pod: FleetPod) -> int:
+    return max((pod.memory_errors or 0) - (pod.memory_errors_before or 0), 0)

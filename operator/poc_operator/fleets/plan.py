@@ -19,14 +19,14 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, CheckPod, check_pods, finding
 from poc_operator.fleets.conditions import PodCounts, Verdict, unmonitored
 from poc_operator.fleets.download import DownloadSeen, download, holds_back, is_abandoned, is_held, job_name
-from poc_operator.fleets.forecast import Eviction, WorkOnPods, slots_held
+from poc_operator.fleets.forecast import Eviction, WorkOnPods
 from poc_operator.fleets.groups import HELD, partition_in, partition_of, with_partition
 from poc_operator.fleets.healing import Healed, Sight, faulty_gpus, heal
 from poc_operator.fleets.history import Known, fleet_before, recorded, rescaled, serves_the_same
 from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.progress import Watched
 from poc_operator.fleets.render import Object, claim_of, render, render_beside, signed
-from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve, resolved_before
+from poc_operator.fleets.resolve import STARTUP_SECONDS, Refusal, Resolved, Surroundings, resolve, resolved_before
 from poc_operator.fleets.rollback import (
     differences,
     digest_of,
@@ -231,8 +231,9 @@ def _step(
 ) -> FleetStep:
     """Return the next step towards what is wanted; ``refusal`` says why that is not what the spec asks for."""
     fleet = seen.fleet
-    sight = Sight(health=seen.health, gpu_errors=seen.gpu_errors, needed=slots_held(seen.work))
-    healed = heal(fleet, seen.own, sight, seen.now, {**seen.unevicted, **seen.busy})
+    refused, limit = {**seen.unevicted, **seen.busy}, resolved.startup_seconds if resolved else STARTUP_SECONDS
+    sight = Sight(seen.health, refused, seen.work, seen.newest, limit)
+    healed = heal(fleet, seen.own, sight, seen.now)
     checked = check_pods(fleet, resolved, seen.staying, seen.answers, seen.now)
     parts = _Parts(seen, resolved or resolved_before(fleet.status), healed, checked)
     others = strangers_came(fleet, strangers(fleet, seen.pods))
@@ -252,8 +253,8 @@ def _step(
     asked = _workload(wanted.objects)
     apply = [body for body in _held(seen, _with_good_template(seen, wanted)) if _differs(seen, body)]
     update = _update(seen, wanted, asked, settled=seen.is_observed and _workload(apply) is None)
-    # One after the other: a pod that is replaced for another reason is away as well.
-    outdated = update.evict if seen.refused is None and not sick else ()
+    # One after the other, unless Kubernetes lets none of the sick go: it may wait for what the update mends.
+    outdated = update.evict if seen.refused is None and all(one.pod.uid in seen.unevicted for one in sick) else ()
     return FleetStep(
         status=parts.status(refusal or seen.refused, wanted.download, _told(seen, asked, update)),
         known=known,
@@ -261,10 +262,10 @@ def _step(
         apply=apply,
         needs_token=not fleet.spec.auth.open,
         checks=checked.asks,
-        evict=(*sick, *outdated),
+        evict=(*outdated, *sick),
         events=[*update.events, *others],
         # No watch tells when a budget allows an eviction again, or a pod has done the work of others.
-        moves=update.moves or bool(update.evict) or bool(seen.busy),
+        moves=update.moves or bool(update.evict) or bool(seen.busy) or healed.moves,
     )
 
 

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from poc_operator.apis.v1alpha1.fields import ObjectName
-from poc_operator.apis.v1alpha1.fleet import FleetSpec, FleetStatus
+from poc_operator.apis.v1alpha1.fleet import MAX_STARTUP_SECONDS, FleetSpec, FleetStatus
 from poc_operator.apis.v1alpha1.fleet_decode import reserve_bytes
 from poc_operator.apis.v1alpha1.fleet_pod import MAX_GPUS, OWN_VARIABLES, PRODUCT_LABEL, own_flag
 from poc_operator.apis.v1alpha1.reasons import Reason
@@ -321,7 +321,10 @@ def _of_path(spec: FleetSpec, path: str) -> Resolved:
 
 def _startup_seconds(spec: FleetSpec, weights_gib: int) -> int:
     """Return how long a pod may load: its first start may download the weights."""
-    return STARTUP_SECONDS + weights_gib * SECONDS_PER_GIB if spec.startup_seconds is None else spec.startup_seconds
+    if spec.startup_seconds is not None:
+        return spec.startup_seconds
+    is_there = spec.cache.download or spec.hugging_face.offline
+    return min(STARTUP_SECONDS + (0 if is_there else weights_gib * SECONDS_PER_GIB), MAX_STARTUP_SECONDS)
 
 
 def _too_small(spec: FleetSpec, preset: Preset) -> Refusal | None:

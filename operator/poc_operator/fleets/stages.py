@@ -46,14 +46,12 @@ class GpuErrors:
     """Errors of a pod's GPUs; None is what they do not count.
 
     ``memory`` are double-bit errors over the GPUs' lives. ``xids`` are Xid errors that no program caused, since the
-    pod's server was first asked, and ``last_xid`` is the number of one of the last. ``lately`` is how many of both
-    have come within an hour.
+    pod's server was first asked, and ``last_xid`` is the number of one of the last.
     """
 
     memory: int | None = None
     xids: int | None = None
     last_xid: int | None = None
-    lately: int = 0
 
     @classmethod
     def of(cls, devices: Iterable[Gpu]) -> "GpuErrors":
@@ -65,16 +63,6 @@ class GpuErrors:
             xids=_sum(gpu.xid_errors for gpu in gpus),
             last_xid=numbers[-1] if numbers else None,
         )
-
-
-def more_errors(before: GpuErrors | None, now: GpuErrors) -> int:
-    """Return how many errors have come between two answers of a pod. The first one has nothing to compare with."""
-    if before is None:
-        return 0
-    memory = now.memory - before.memory if now.memory is not None and before.memory is not None else 0
-    xids, known = now.xids or 0, before.xids or 0
-    # A new server of the pod counts from nothing.
-    return max(memory, 0) + (xids - known if xids >= known else xids)
 
 
 def _sum(counts: Iterable[int | None]) -> int | None:

@@ -155,7 +155,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.GPU_FAULTY: Explanation(
         "Degraded=True, Event",
         "The GPUs of a pod have had Xid errors, or double-bit errors of their memory, since the operator first asked "
-        "the pod. Results may be wrong. After several within an hour the operator evicts the pod between rounds.",
+        "the pod. Results may be wrong. After several the operator evicts the pod while no round needs it.",
         "Cordon the Kubernetes node that the message names, delete the pod if it is still there, and have the GPU "
         "reset or replaced.",
         _FLEET,

@@ -48,6 +48,8 @@ HUB_ID = "[A-Za-z0-9][-A-Za-z0-9._]*(?:/[A-Za-z0-9][-A-Za-z0-9._]*)?"
 #: Pods that one fleet may have. The status has an entry for each, of up to 4 KB with the fields' managers, and vectors
 #: beside: with more of them etcd could refuse it, and nothing would be evicted or rolled back.
 MAX_REPLICAS = 256
+#: How long a pod may load at most.
+MAX_STARTUP_SECONDS = 86_400
 
 
 def _nodes(spec: str) -> str:
@@ -170,9 +172,9 @@ class FleetSpec(ApiModel):
     """Address that vLLM's server listens on. Without it: all of the pod."""
     resources: Resources = Resources()
     """CPU and memory of each pod."""
-    startup_seconds: Annotated[Int32, Field(ge=30, le=86_400)] | None = None
-    """How long a pod may load its model before it is restarted. Without it: an hour, and 50 s for each GiB of the
-    preset's weights."""
+    startup_seconds: Annotated[Int32, Field(ge=30, le=MAX_STARTUP_SECONDS)] | None = None
+    """How long a pod may load its model before it is restarted. Without it: an hour. Unless `cache.download` or
+    `huggingFace.offline` is true, 50 s more for each GiB of the preset's weights."""
     termination_grace_period_seconds: Annotated[Int32, Field(ge=30, le=3600)] = 60
     """Time that a pod has to end. It must hold a pause of 5 s, the pod's `VLLM_POC_DRAIN_SECONDS` (20), vLLM's
     `--shutdown-timeout`, and some seconds for vLLM itself."""
@@ -189,7 +191,7 @@ class FleetSpec(ApiModel):
     self_check: SelfCheck = SelfCheck()
     """How pods prove that they compute what the others do."""
     healing: Healing = Healing()
-    """What is done about a pod that is ready and gets nothing done although work waits for it."""
+    """What is done about a pod that is ready and gets nothing done although work waits for it, or whose GPUs fail."""
     pod_template: PodTemplate | None = None
     """Changes of the pods' template that the spec has no field for."""
 
@@ -243,7 +245,7 @@ class FleetStatus(ApiModel):
     self_check_references: ReferenceList = Field(default_factory=list)
     """The vectors that pods are compared with. They are forgotten while `selfCheck.enabled` is false."""
     restarts: RestartList = Field(default_factory=list)
-    """Hung pods of the last hour, which were to be replaced."""
+    """Pods that hung or whose GPUs failed, and that were to be replaced within the last hour."""
     download: Download | None = None
     """The last download, if `cache.download` is true."""
     update: UpdateStatus = UpdateStatus()

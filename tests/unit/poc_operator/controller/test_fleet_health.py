@@ -108,21 +108,6 @@ async def test_a_pod_that_does_not_answer_is_not_said_to_be_hung(health: FleetHe
     assert hung(health.found("f")["u1"], 60) is not None
 
 
-async def test_errors_of_the_last_hour_are_counted(health: FleetHealth, pods: Pods) -> None:
-    """Those of before the first answer do not count, nor does a new server that begins at nothing."""
-    lately = []
-    for turn, (memory, xids) in enumerate([(3, 2), (4, 2), (4, 0), (4, 1), (4, 1), (4, 1), (4, 1), (4, 2), (4, 2)]):
-        pods.now = turn * GPU_SECONDS
-        pods.devices = [Gpu(index=0, ecc_double_bit_errors=memory, xid_errors=xids)]
-        await looked(health, pods, a_pod(1))
-        lately.append(health.gpu_errors("f")["u1"].lately)
-    assert lately == [0, 1, 1, 2, 2, 2, 2, 2, 2]
-    for turn in (13, 20):
-        pods.now = turn * GPU_SECONDS
-        await looked(health, pods, a_pod(1))
-    assert health.gpu_errors("f")["u1"].lately == 0
-
-
 async def test_pods_without_counters_of_errors(health: FleetHealth, pods: Pods) -> None:
     pods.devices = [Gpu(index=0)]
     await looked(health, pods, a_pod(1))

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod
+from poc_operator.apis.v1alpha1.meta import NETWORK_ORIGIN, ORIGIN_LABEL
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.fleets.forecast import Spares, WorkOnPods
-from poc_operator.fleets.healing import BUDGET_TIME, Healed, Sight, faulty_gpus, heal
+from poc_operator.fleets.healing import BUDGET_TIME, Healed, Sight, faulty_gpus, heal, restarted
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, plan
 from poc_operator.fleets.progress import Watched, hung, parse_look, watched
 from poc_operator.fleets.stages import GpuErrors
@@ -171,22 +172,26 @@ def healed(
     *pods: PodView,
     restarts: Sequence[Any] = (),
     refused: Any = None,  # noqa: ANN401
-    sight: Sight | None = None,
+    stuck: Sequence[str] | None = None,
+    status: Any = None,  # noqa: ANN401
+    work: Sequence[WorkOnPods] = (),
+    newest: str = "demo-1",
     **spec: Any,  # noqa: ANN401
 ) -> Healed:
-    """What is done about these pods, which are stuck unless ``sight`` says otherwise."""
-    fleet = a_fleet(status={"restarts": list(restarts)}, healing=spec)
-    return heal(fleet, pods, sight or Sight(health={pod.uid: STUCK for pod in pods}), NOW, refused or {})
+    """What is done about these pods, all of which are stuck unless ``stuck`` has the uids of those that are."""
+    fleet = a_fleet(status={"restarts": list(restarts), **(status or {})}, replicas=len(pods), healing=spec)
+    hang = {pod.uid: STUCK for pod in pods if stuck is None or pod.uid in stuck}
+    return heal(fleet, pods, Sight(hang, refused or {}, work, newest, 600), NOW)
+
+
+def of_failing_gpus(*errors: int, phase: str = "Complete") -> dict[str, Any]:
+    """The status of pods whose GPUs have had so many errors, from the first pod on."""
+    pods = [{"name": f"demo-{n}", "uid": f"u{n}", "xidErrors": count} for n, count in enumerate(errors)]
+    return {"pods": pods, "update": {"phase": phase}}
 
 
 def a_restart(uid: str, minutes: int = 1) -> dict[str, str]:
     return {"name": f"pod-{uid}", "uid": uid, "time": (NOW - timedelta(minutes=minutes)).isoformat()}
-
-
-def of_failing_gpus(*errors: int, needed: dict[str, str] | None = None) -> Sight:
-    """The pods from the first on have had so many errors of GPUs within an hour."""
-    found = {f"u{number}": GpuErrors(xids=9, lately=count) for number, count in enumerate(errors)}
-    return Sight(gpu_errors=found, needed=needed or {})
 
 
 def test_a_hung_pod_is_recorded_and_then_evicted() -> None:
@@ -248,7 +253,7 @@ def test_no_hour_has_more_restarts_than_its_budget(minutes: list[tuple[int, set[
         now += timedelta(minutes=step)
         pods = [a_pod(number) for number in stuck]
         fleet = a_fleet(status={"restarts": restarts}, healing={"restartsPerHour": budget})
-        found = heal(fleet, pods, Sight(health={pod.uid: STUCK for pod in pods}), now, {})
+        found = heal(fleet, pods, Sight(health={pod.uid: STUCK for pod in pods}), now)
         assert {one.pod.uid for one in found.evict} <= {one["uid"] for one in restarts}
         restarts = [one.model_dump(mode="json", by_alias=True) for one in found.restarts]
         times |= {(one.uid, one.time): one.time for one in found.restarts}
@@ -300,58 +305,115 @@ def test_errors_of_gpus_that_grow_name_the_kubernetes_node() -> None:
 
 
 def test_a_pod_whose_gpus_fail_again_and_again_is_recorded_and_then_evicted() -> None:
-    pods = [a_pod(0), a_pod(1), a_pod(2)]
-    first = healed(*pods, sight=of_failing_gpus(2, 3, 4))
+    pods, status = [a_pod(0), a_pod(1), a_pod(2)], of_failing_gpus(2, 3, 4)
+    first = healed(*pods, stuck=(), status=status)
     (restart,) = first.restarts
     assert (restart.uid, restart.reason, restart.node) == ("u1", Reason.GPU_FAULTY, "gpu-1")
-    assert (restart.message, list(first.evict)) == ("3 errors of its GPUs within an hour", [])
+    assert (restart.message, list(first.evict), first.moves) == ("its GPUs have had 3 errors", [], True)
     assert first.failing == {"u1": "it is evicted", "u2": "it is evicted after the other one"}
-    second = healed(*pods, restarts=[a_restart("u1")], sight=of_failing_gpus(2, 3, 4))
-    assert [(one.pod.uid, one.spares) for one in second.evict] == [("u1", Spares.SLOTS)]
-    assert not healed(*pods, sight=of_failing_gpus(2, 3, 4), gpuErrorsPerHour=5).failing
-    off = healed(*pods, sight=of_failing_gpus(9), enabled=False)
-    assert (off.restarts, off.failing) == ([], {"u0": "healing.enabled is false"})
+    second = healed(*pods, stuck=(), status=status, restarts=[a_restart("u1")])
+    assert [(one.pod.uid, one.spares) for one in second.evict] == [("u1", Spares.WORK)]
+    assert not second.moves
+    assert not healed(*pods, stuck=(), status=status, gpuErrors=5).failing
 
 
-def test_a_pod_whose_gpus_fail_keeps_its_slot_and_holds_no_hung_pod_up() -> None:
-    stuck = {"u1": STUCK}
-    needed = {"u0": "waiting for the end of PoCRound a", "u1": "waiting for the end of PoCRound a"}
-    failing = {"u0": GpuErrors(lately=3), "u1": GpuErrors(lately=3)}
-    sight = Sight(health=stuck, gpu_errors=failing, needed=needed)
-    found = healed(a_pod(0), a_pod(1), restarts=[a_restart("u0")], sight=sight)
-    assert [one.uid for one in found.restarts] == ["u0", "u1"]
-    assert found.failing == {"u0": "waiting for the end of PoCRound a"}
-    later = healed(a_pod(0), a_pod(1), restarts=[a_restart("u0"), a_restart("u1")], sight=sight)
-    assert [(one.pod.uid, one.spares) for one in later.evict] == [("u1", Spares.NOTHING)]
+ROUND = work(uid="r", status={RoundStatus.SHARES: [{"index": 0, "pod": "demo-0", "uid": "u0", "state": "Running"}]})
+KEEPS = {
+    "a round has given it a slot": ({"work": [ROUND]}, "it stays, waiting for the end of PoCRound r"),
+    "a round may give it one": ({"work": [work(state="Pending")]}, "it stays, waiting for the end of PoCRound w"),
+    "the network may validate": (
+        {
+            "work": [
+                work(
+                    state="Complete",
+                    created=200,
+                    labels={ORIGIN_LABEL: NETWORK_ORIGIN},
+                    status={"completionTime": (NOW - timedelta(seconds=60)).isoformat()},
+                )
+            ]
+        },
+        "it stays, waiting for the network, which may validate round w until",
+    ),
+    "an update is under way": (
+        {"status": of_failing_gpus(3, phase="Rolling")},
+        "it stays while pods have another template than the newest",
+    ),
+    "it would get another template": ({"newest": "demo-2"}, "it stays while pods have another template"),
+    "another pod is not ready": ({"more": a_pod(1, ready=False)}, "it stays until all other pods are ready"),
+}
 
 
-def test_a_fleet_tells_of_a_pod_that_was_replaced_for_its_gpus() -> None:
+@pytest.mark.parametrize(("seen", "says"), KEEPS.values(), ids=KEEPS)
+def test_a_pod_that_computes_goes_as_for_an_update(seen: dict[str, Any], says: str) -> None:
+    """Nor does it hold a hung pod up, or use its budget."""
+    seen, stuck = {"status": of_failing_gpus(3), **seen}, a_pod(9)
+    pods = [a_pod(0), *([more] if (more := seen.pop("more", None)) else [])]
+    for restarts in ([], [a_restart("u0")]):
+        found = healed(*pods, stuck=(), restarts=restarts, **seen)
+        assert (len(found.restarts), list(found.evict)) == (len(restarts), [])
+        assert found.failing["u0"].startswith(says)
+    found = healed(*pods, stuck, stuck=["u9"], **seen)
+    assert [one.uid for one in found.restarts] == ["u9"]
+
+
+def test_a_hung_pod_whose_gpus_fail_goes_at_once_and_its_kubernetes_node_is_told() -> None:
+    status = of_failing_gpus(3)
+    first = healed(a_pod(0), status=status, work=[ROUND])
+    (restart,) = first.restarts
+    assert (restart.reason, restart.node) == (Reason.GPU_FAULTY, "gpu-1")
+    event = restarted(restart)
+    assert event.reason == Reason.GPU_FAULTY
+    assert event.message == (
+        "demo-0 is evicted: 1 requests run and 0 wait, and nothing was done for 600 s; its GPUs have had 3 errors; "
+        "`kubectl cordon gpu-1` keeps the next one away from these GPUs"
+    )
+    second = healed(a_pod(0), status=status, work=[ROUND], restarts=[a_restart("u0")])
+    assert [(one.pod.uid, one.spares) for one in second.evict] == [("u0", Spares.NOTHING)]
+    assert (second.failing, second.findings[0][1].split("; ")[-1]) == ({"u0": "it is evicted"}, "it is evicted")
+
+
+def test_a_fleet_replaces_a_pod_whose_gpus_fail() -> None:
     fleet, pod = a_fleet(), a_pod(0)
-    slots = [{"index": 0, "pod": pod.name, "uid": pod.uid, "state": "Running"}]
-    holder = work(uid="demo", status={RoundStatus.SHARES: slots})
+    (stored_set,) = [body for body in stored(fleet).values() if body["kind"] == "StatefulSet"]
+    stored_set["status"] |= {"updateRevision": "demo-1", "currentRevision": "demo-1"}
+    objects = stored(fleet) | {("StatefulSet", "demo"): stored_set}
 
-    def look(status: Any, uid: str, *work: WorkOnPods) -> FleetStep:  # noqa: ANN401
-        errors = {"u0": GpuErrors(memory=9, xids=3, last_xid=94, lately=3)}
+    def look(status: Any, **seen: Any) -> FleetStep:  # noqa: ANN401
+        errors = {"u0": GpuErrors(xids=3, last_xid=94)}
         return plan(
             FleetSnapshot(
-                fleet=a_fleet(status=status),
+                fleet=a_fleet(status=status, **seen.pop("spec", {})),
                 around=AROUND,
                 now=NOW,
-                objects=stored(fleet),
-                pods=[dataclasses.replace(pod, uid=uid)],
+                objects=objects,
+                pods=[pod],
                 gpu_errors=errors,
-                work=work,
+                **seen,
             )
         )
 
-    busy = look(None, "u0", holder)
-    assert not busy.status.restarts
-    assert "waiting for the end of PoCRound demo; `kubectl cordon gpu-1` keeps the next one away" in busy.status.message
-    first = look(busy.status.stored(), "u0")
-    assert not first.evict
-    second = look(first.status.stored(), "u0")
+    told = look(None).status
+    assert "first asked: `kubectl cordon gpu-1`, then delete the pod" in told.message
+    off = look(told.stored(), spec={"healing": {"enabled": False}})
+    assert "healing.enabled is false; `kubectl cordon gpu-1`, then delete the pod" in off.status.message
+    first = look(told.stored())
+    assert (first.moves, list(first.evict)) == (True, [])
+    second = look(first.status.stored())
     assert [one.pod.uid for one in second.evict] == ["u0"]
-    gone = look(second.status.stored(), "u9").status
-    assert gone.reason == Reason.GPU_FAULTY
-    told = "demo-0 was replaced after 3 errors of its GPUs within an hour: `kubectl cordon gpu-1`, if these go on"
-    assert told in gone.message
+    assert not look(first.status.stored(), busy={"u0": "waiting for pod demo-0, which computes work of others"}).evict
+
+
+def test_an_update_goes_on_while_kubernetes_lets_no_hung_pod_go() -> None:
+    """The budget may keep it since pods are away that the update would mend."""
+    fleet, pods = a_fleet(update={"strategy": "Immediate", "maxUnavailable": 2}, replicas=2), [a_pod(0), a_pod(1)]
+    objects = stored(fleet)
+    objects["StatefulSet", "demo"]["status"] |= {"updateRevision": "demo-2", "currentRevision": "demo-1"}
+    told = a_fleet(
+        status={"restarts": [a_restart("u0")], "update": {"goodRevision": "demo-1"}},
+        update={"strategy": "Immediate", "maxUnavailable": 2},
+        replicas=2,
+    )
+    seen = FleetSnapshot(fleet=told, around=AROUND, now=NOW, objects=objects, pods=pods, health={"u0": STUCK})
+    assert [one.pod.uid for one in plan(seen).evict] == ["u0"]
+    kept = dataclasses.replace(seen, unevicted={"u0": "waiting to evict pod demo-0: a budget"})
+    assert "u1" in [one.pod.uid for one in plan(kept).evict]
