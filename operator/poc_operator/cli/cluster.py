@@ -100,9 +100,9 @@ class Cluster:
         """Return the JSON at a path of the API server, which has so many seconds to answer."""
         return _json(self._request("GET", path, query=query, headers=headers, seconds=seconds).data)
 
-    def text(self, path: str, query: Mapping[str, str] = _NOTHING) -> bytes:
-        """Return what stands at a path of the API server."""
-        return bytes(self._request("GET", path, query=query, headers=_NOTHING).data)
+    def text(self, path: str, query: Mapping[str, str] = _NOTHING, *, seconds: float = REQUEST_SECONDS) -> bytes:
+        """Return what stands at a path of the API server, which has so many seconds to answer."""
+        return bytes(self._request("GET", path, query=query, headers=_NOTHING, seconds=seconds).data)
 
     def stream(self, path: str, query: Mapping[str, str], headers: Mapping[str, str]) -> Iterator[bytes]:
         """Return what stands at a path piece by piece; UserError if the answer breaks off."""

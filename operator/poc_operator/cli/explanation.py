@@ -16,10 +16,13 @@ from poc_operator.apis.v1alpha1.schema import ApiModel
 from poc_operator.apis.v1alpha1.status import State
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.cli.gateway_proxy import Forwarding
+from poc_operator.cli.loading import LogEnd, last_line, step_of
 from poc_operator.cli.next_steps import Names, command, receiver_remedy, results_command
 from poc_operator.cli.output import age, number, period
 from poc_operator.cli.overview import goal
 from poc_operator.cli.pod_metrics import Chat, PodKey
+from poc_operator.cli.redaction import Redactor
+from poc_operator.fleets.render import CONTAINER
 from poc_operator.observed import PodView
 
 Work = PoCRound | PoCValidation | PoCCalibration
@@ -38,6 +41,8 @@ _FINE = frozenset(
     }
 )
 _MOST_PODS, _MOST_EVENTS = 5, 5
+#: So much of a log's last line is told.
+_LINE = 200
 #: Placeholders for names that are not known.
 _POD, _FLEET = "POD", "FLEET"
 
@@ -78,6 +83,8 @@ class Evidence:
     pods: Sequence[PodView] = ()
     events: Sequence[Event] = ()
     chat: Mapping[PodKey, Chat] = field(default_factory=dict)
+    #: Ends of the logs of pods that load.
+    logs: Mapping[PodKey, LogEnd] = field(default_factory=dict)
     operator: str = ""
     forwarding: Forwarding | None = None
     gateway: str | None = None
@@ -290,16 +297,37 @@ def _of_pods(found: Evidence) -> Iterable[Finding]:
         return
     unready = [pod for pod in found.pods if not pod.ready or pod.terminating]
     for pod in unready[:_MOST_PODS]:
-        where = f"kubectl -n {pod.namespace}"
-        ended = next((one.last_end for one in pod.containers if one.last_end), "")
-        why = "is being deleted" if pod.terminating else f"is not ready ({pod.waiting_for or 'it starts'})"
-        yield Finding(
-            reason="PodNotReady",
-            seen=f"Pod {pod.name} {why}{f'; it last ended with {ended}' if ended else ''}.",
-            command=f"{where} logs {pod.name} --previous --tail=50" if ended else f"{where} describe pod {pod.name}",
-        )
+        yield _of_pod(pod, found.logs.get((pod.namespace, pod.name)))
     if len(unready) > _MOST_PODS:
         yield Finding(reason="PodNotReady", seen=f"{len(unready) - _MOST_PODS} more pods are not ready.")
+
+
+def _of_pod(pod: PodView, log: LogEnd | None) -> Finding:
+    where = f"kubectl -n {pod.namespace}"
+    ended = next((one.last_end for one in pod.containers if one.last_end), "")
+    why = "is being deleted" if pod.terminating else f"is not ready ({pod.waiting_for or 'it starts'})"
+    if log is not None:
+        step = step_of(log.text)
+        why = f"is Loading: {step}" if step else "is Loading"
+    looks = f"{where} logs {pod.name} --previous --tail=50" if ended else f"{where} describe pod {pod.name}"
+    if log is not None and (log.error or not ended):
+        looks = f"{where} logs {pod.name} -c {CONTAINER} --tail=50"
+    return Finding(
+        reason="PodNotReady",
+        seen=f"Pod {pod.name} {why}{f'; it last ended with {ended}' if ended else ''}.",
+        meaning=_of_log(log) if log is not None else "",
+        command=looks,
+    )
+
+
+def _of_log(log: LogEnd) -> str:
+    """Return what is to be told of a log beside the step that it names."""
+    if log.error:
+        return f"Its log could not be read: {log.error}."
+    if step_of(log.text) is not None:
+        return ""
+    line = Redactor().text(last_line(log.text))
+    return f"Its log ends with: {line[:_LINE]}{'…' if len(line) > _LINE else ''}" if line else "Its log is empty."
 
 
 def _of_chat(found: Evidence) -> Iterable[Finding]:

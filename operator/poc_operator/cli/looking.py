@@ -2,20 +2,24 @@
 """What is read from the cluster for an overview, and around one object for its explanation."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import TypeVar
 
 from poc_operator.apis.v1alpha1.calibration import PoCCalibration
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.fleet_upkeep import Stage
 from poc_operator.apis.v1alpha1.meta import WORKER_LABELS, Resource, fleet_selector
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.cli import gateway_proxy, preflight
 from poc_operator.cli.cluster import Cluster, Forbidden, KindMissing, NotFound, Object, UserError, core
 from poc_operator.cli.explanation import Event, Evidence, Subject
+from poc_operator.cli.loading import LogEnd
 from poc_operator.cli.overview import Overview, Seen, overview
-from poc_operator.cli.pod_metrics import active_pods, read_chat
+from poc_operator.cli.pod_metrics import PodKey, active_pods, read_chat
+from poc_operator.fleets.render import CONTAINER
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import in_order
 
@@ -34,6 +38,12 @@ KINDS: dict[str, type[PoCRound] | type[PoCFleet] | type[PoCValidation] | type[Po
 }
 #: Seconds for an answer of the gateway. A NetworkPolicy may drop what is sent to it, and the rest can be told without.
 GATEWAY_SECONDS = 3.0
+#: Logs of pods that load which are read at most, how many at once, and the seconds for each.
+MOST_LOGS, LOGS_AT_ONCE, LOG_SECONDS = 20, 5, 3.0
+#: Lines of each, and its bytes at most. The kubelet counts bytes from the first of these lines on.
+LOG_LINES, LOG_BYTES = 60, 2**15
+#: So many lines always fit in: container runtimes begin a new one every 16 KiB.
+_LINES_THAT_FIT = 2
 #: Label of the operator's Deployment.
 OPERATOR_SELECTOR = "app.kubernetes.io/name=vllm-poc-operator"
 
@@ -44,19 +54,48 @@ def now() -> datetime:
 
 
 def look(cluster: Cluster, *, everywhere: bool, chat: bool) -> Seen:
-    """Read fleets, rounds and pods; with ``chat`` also what pods tell of it."""
+    """Read fleets, rounds and pods, and the logs of those that load; with ``chat`` also what pods tell of it."""
     namespace = None if everywhere else cluster.namespace
-    rounds = known(cluster, PoCRound, namespace)
+    rounds, fleets = known(cluster, PoCRound, namespace), known(cluster, PoCFleet, namespace)
+    selector = ",".join(f"{key}={value}" for key, value in WORKER_LABELS.items())
+    pods = [PodView.parse(body) for body in cluster.items(core("pods", namespace), selector)]
     return Seen(
         now=now(),
-        fleets=known(cluster, PoCFleet, namespace),
+        fleets=fleets,
         rounds=rounds,
-        pods=[
-            PodView.parse(body)
-            for body in cluster.items(core("pods", namespace), ",".join(f"{k}={v}" for k, v in WORKER_LABELS.items()))
-        ],
+        pods=pods,
         chat=read_chat(cluster, active_pods(rounds)) if chat else {},
+        logs=read_logs(cluster, loading_pods(fleets, pods)),
     )
+
+
+def loading_pods(fleets: Iterable[PoCFleet], pods: Iterable[PodView]) -> list[PodKey]:
+    """Return the first pods that load, by what their fleets say of them. Of a group that is its leader."""
+    loading = {pod.uid for fleet in fleets for pod in fleet.status.pods if pod.stage == Stage.LOADING}
+    found = sorted(
+        (pod for pod in pods if pod.uid in loading and pod.stays), key=lambda pod: (pod.namespace, in_order(pod))
+    )
+    return [(pod.namespace, pod.name) for pod in found[:MOST_LOGS]]
+
+
+def read_logs(cluster: Cluster, pods: Iterable[PodKey]) -> Mapping[PodKey, LogEnd]:
+    """Read the ends of the logs of vLLM in these pods, a few at once."""
+    wanted = list(pods)
+    with ThreadPoolExecutor(LOGS_AT_ONCE) as pool:
+        return dict(zip(wanted, pool.map(lambda pod: _log_end(cluster, pod), wanted), strict=True))
+
+
+def _log_end(cluster: Cluster, pod: PodKey) -> LogEnd:
+    namespace, name = pod
+    path = f"{core('pods', namespace)}/{name}/log"
+    query = {"container": CONTAINER, "previous": "false", "limitBytes": str(LOG_BYTES)}
+    try:
+        text = cluster.text(path, {**query, "tailLines": str(LOG_LINES)}, seconds=LOG_SECONDS)
+        if len(text) >= LOG_BYTES:  # its end is missing, as behind a bar that has written over itself for minutes
+            text += cluster.text(path, {**query, "tailLines": str(_LINES_THAT_FIT)}, seconds=LOG_SECONDS)
+    except UserError as error:
+        return LogEnd(error=str(error))
+    return LogEnd(text=text.decode(errors="replace"))
 
 
 def overviews(look_once: Callable[[], Seen], seconds: float, over: Callable[[Seen], bool]) -> Iterator[Overview]:
@@ -105,7 +144,7 @@ def subject(cluster: Cluster, text: str) -> Subject:
 def evidence(
     cluster: Cluster, found: Subject, told: gateway_proxy.Forwarding | None = None, gateway: str | None = None
 ) -> Evidence:
-    """Read what stands around an object: its fleet, pods and Events, the operator, and what pods tell of chat.
+    """Read what stands around an object: its fleet, pods and Events, the operator, and what pods tell.
 
     ``told`` is what a gateway has told of it: `forwarding`. ``gateway`` is what the option of that name says.
     """
@@ -113,13 +152,16 @@ def evidence(
     fleet = _fleet(cluster, found)
     selector = str(fleet_selector(found.metadata.name) if isinstance(found, PoCFleet) else found.spec.pods)
     chat = read_chat(cluster, active_pods([found])) if isinstance(found, PoCRound) else {}
+    pods = sorted(map(PodView.parse, cluster.items(core("pods", namespace), selector)), key=in_order)
+    fleets = [one for one in (fleet, found) if isinstance(one, PoCFleet)]
     return Evidence(
         subject=found,
         now=now(),
         fleet=fleet,
-        pods=sorted(map(PodView.parse, cluster.items(core("pods", namespace), selector)), key=in_order),
+        pods=pods,
         events=_events(cluster, found),
         chat=chat,
+        logs=read_logs(cluster, loading_pods(fleets, pods)),
         operator=operator_trouble(cluster),
         forwarding=told,
         gateway=gateway,

@@ -11,6 +11,7 @@ from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from poc_operator.apis.v1alpha1.schema import ApiModel
 from poc_operator.apis.v1alpha1.status import SlotState, State
+from poc_operator.cli.loading import LogEnd, Step, step_of
 from poc_operator.cli.pod_metrics import Chat, PodKey, held_share, pace
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import in_order
@@ -28,6 +29,8 @@ class Seen:
     rounds: Sequence[PoCRound] = ()
     pods: Sequence[PodView] = ()
     chat: Mapping[PodKey, Chat] = field(default_factory=dict)
+    #: Ends of the logs of pods that load, as far as they were asked for.
+    logs: Mapping[PodKey, LogEnd] = field(default_factory=dict)
 
 
 class SlotRow(ApiModel):
@@ -96,6 +99,8 @@ class PodRow(ApiModel):
     name: str
     fleet: str
     stage: str
+    #: What it does while its stage is Loading, as far as its log tells.
+    loading: Step | None
     self_check: str
     node: str
     round: str
@@ -244,26 +249,26 @@ def _pods(seen: Seen) -> list[PodRow]:
         if slot.state.active
     }
     pods = sorted(seen.pods, key=lambda pod: (pod.namespace, in_order(pod)))
-    return [_pod(pod, told.get((pod.namespace, pod.uid)), work, seen.now) for pod in pods]
+    return [_pod(pod, told.get((pod.namespace, pod.uid)), work, seen) for pod in pods]
 
 
-def _pod(pod: PodView, told: FleetPod | None, work: Mapping[tuple[str, str | None], str], now: datetime) -> PodRow:
+def _pod(pod: PodView, told: FleetPod | None, work: Mapping[tuple[str, str | None], str], seen: Seen) -> PodRow:
     stage = str(told.stage) if told is not None else ("Ready" if pod.ready else pod.waiting_for or "NotReady")
     return PodRow(
         namespace=pod.namespace,
         name=pod.name,
         fleet=pod.labels.get(FLEET_LABEL, ""),
         stage="Terminating" if pod.terminating else stage,
+        loading=step_of(seen.logs.get((pod.namespace, pod.name), LogEnd()).text),
         self_check=str(told.result) if told is not None else "",
         node=pod.node,
         round=work.get((pod.namespace, pod.uid), ""),
-        age_seconds=int((now - pod.created).total_seconds()) if pod.created else None,
+        age_seconds=int((seen.now - pod.created).total_seconds()) if pod.created else None,
     )
 
 
 def _notes(seen: Seen) -> list[str]:
     silent = [(name, chat.error) for (_, name), chat in seen.chat.items() if chat.error]
-    if not silent:
-        return []
-    name, error = silent[0]
-    return [f"{len(silent)} pods did not tell of chat, the first: {name}: {error}"]
+    unread = [(name, log.error) for (_, name), log in seen.logs.items() if log.error]
+    texts = {"pods did not tell of chat": silent, "logs of pods that load could not be read": unread}
+    return [f"{len(one)} {text}, the first: {': '.join(one[0])}" for text, one in texts.items() if one]

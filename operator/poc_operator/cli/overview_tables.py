@@ -169,11 +169,11 @@ def _fleet(row: FleetRow, *, everywhere: bool) -> list[str]:
     ]
 
 
-def _pod(row: PodRow, *, everywhere: bool) -> list[str]:
+def _pod(row: PodRow, *, everywhere: bool) -> list[Cell]:
     return [
         _name(row.namespace, row.name, everywhere=everywhere),
         row.fleet or NONE,
-        row.stage,
+        (f"{row.stage}: {row.loading}", f"{row.stage}: {row.loading.short}") if row.loading else row.stage,
         row.self_check or NONE,
         row.round or NONE,
         row.node or NONE,

@@ -4,7 +4,7 @@
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,6 +29,7 @@ class Asked:
 class ApiPaths:
     """``answers`` has JSON, or text, or (status, JSON), by path; what is missing is 404. A list is answered as one.
 
+    A function is given the query, and returns one of these.
     A path in ``held`` gets its answer when its event is set, at the latest when the server ends.
     """
 
@@ -51,9 +52,10 @@ class ApiPaths:
         path.write_text(yaml.safe_dump(document))
         return path
 
-    def answer(self, method: str, path: str) -> tuple[int, bytes]:
+    def answer(self, method: str, path: str, query: Mapping[str, list[str]]) -> tuple[int, bytes]:
         """Return status and body of an answer."""
         found = self.answers.get(f"{method} {path}", self.answers.get(path, (404, {"message": f"no {path}"})))
+        found = found(query) if callable(found) else found
         status, body = found if isinstance(found, tuple) else (200, found)
         if isinstance(body, list):
             body = {"items": body, "metadata": {}}
@@ -71,14 +73,16 @@ def api_paths() -> Iterator[ApiPaths]:
             size = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(size)) if size else None
             headers = {name.lower(): value for name, value in self.headers.items()}
-            paths.asked.append(Asked(self.command, parts.path, parse_qs(parts.query), headers, body))
+            query = parse_qs(parts.query)
+            paths.asked.append(Asked(self.command, parts.path, query, headers, body))
             if parts.path in paths.held:
                 paths.held[parts.path].wait()
-            status, text = paths.answer(self.command, parts.path)
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+            status, text = paths.answer(self.command, parts.path, query)
+            with suppress(BrokenPipeError):  # whoever asked may wait no longer
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
 
         do_GET = do_POST = do_PATCH = do_PUT = _serve  # noqa: N815 - http.server's names
 

@@ -140,6 +140,15 @@ def a_pod(name: str, *, ready: bool = True, waiting: str = "") -> dict[str, Any]
     }
 
 
+def that_loads(name: str, *more: str) -> dict[str, Any]:
+    """Return the answers of a cluster whose fleet has these pods, all of which load."""
+    names = [name, *more]
+    fleet = a_fleet()
+    fleet["status"] |= {"pods": [{"name": one, "uid": f"{one}-uid", "stage": "Loading"} for one in names]}
+    pods = [a_pod(one, ready=False) for one in names]
+    return {FLEETS: [fleet], f"{FLEETS}/demo": fleet, PODS: pods, ROUNDS: []}
+
+
 def a_deployment(name: str, *, available: int = 1, namespace: str = "poc-system", spec: Any = None) -> dict[str, Any]:  # noqa: ANN401
     """Return a Deployment of the operator's or the gateway's."""
     pod_spec = spec or {"containers": [{"name": "operator", "args": ["--lease-namespace=kube-system"]}]}

@@ -13,6 +13,7 @@ from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.cli import output
 from poc_operator.cli.check_commands import table
+from poc_operator.cli.loading import LogEnd
 from poc_operator.cli.output import Column, Cropped
 from poc_operator.cli.overview import Overview, Seen, overview
 from poc_operator.cli.overview_tables import tables
@@ -74,6 +75,19 @@ def test_what_matters_of_rounds_and_slots_is_whole(width: int, status: dict[str,
     assert {"SLOT", "POD", "STATE", "RATE"} <= set(heads)
     assert [row[heads.index("POD")] for row in rows] == list(PODS)
     assert [row[heads.index("STATE")] for row in rows] == ["Running"] * 2
+
+
+@pytest.mark.parametrize(
+    ("width", "stage"), [(80, "Loading: reading weights 46 %"), (140, "reading weights 46 % (21 of 46 files)")]
+)
+def test_how_far_a_pod_has_loaded_stays_where_there_is_little_room(width: int, stage: str) -> None:
+    log = LogEnd(text="Loading safetensors checkpoint shards:  46% Completed | 21/46 [01:02<01:14]")
+    (name,), pods = PODS[:1], [PodView.parse(seen.a_pod(PODS[0], ready=False))]
+    fleet = seen.that_loads(name)[f"{seen.FLEETS}/demo"]
+    look = Seen(now=seen.START, fleets=[PoCFleet.parse(fleet)], pods=pods, logs={("poc", name): log})
+    text = rendered(tables(overview(look), everywhere=False), width)
+    assert stage in text
+    assert ("of 46 files" in text) == (width > 80)
 
 
 def test_columns_that_matter_less_go_first() -> None:
