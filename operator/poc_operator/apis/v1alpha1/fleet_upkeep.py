@@ -88,8 +88,8 @@ class Healing(ApiModel):
     """Seconds without any progress, while work waits, after which a pod counts as hung. They must exceed the longest
     time that one step of the model may take."""
     gpu_errors: Annotated[Int32, Field(ge=1, le=10_000)] = 3
-    """A pod whose GPUs have had so many errors is replaced, while no round needs it and none is expected. Double-bit ECC
-    errors count, and Xid errors that no program caused, since the operator first asked the pod."""
+    """A pod whose GPUs have had so many errors is replaced, while no round needs it and none is expected. Double-bit
+    ECC errors count, and Xid errors that no program caused, since the operator first asked the pod."""
     restarts_per_hour: Annotated[Int32, Field(ge=1, le=60)] = 2
     """Pods of the fleet that may be replaced for both within an hour."""
 
