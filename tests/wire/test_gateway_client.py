@@ -45,6 +45,12 @@ async def test_nothing_stored_yet(client: GatewayClient, stored: Gateway) -> Non
     assert await client.sample("ns", "r", 5, "") is None
 
 
+async def test_an_earlier_release_of_the_gateway_has_nothing_stored_yet(client: GatewayClient, stored: Gateway) -> None:
+    """It runs for a moment beside a new operator, as in an upgrade."""
+    stored.answer, stored.body = 404, '{"reason": "RoundUnknown", "detail": "nothing was delivered"}'
+    assert await client.progress(*ROUND) is None
+
+
 async def test_a_sample(client: GatewayClient, stored: Gateway) -> None:
     assert await client.sample("ns", "before", 2, "a&b") is not None
     assert stored.questions == [{"namespace": "ns", "name": "before", "what": "sample", "nonces": "2", "seed": "a&b"}]
