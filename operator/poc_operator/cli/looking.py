@@ -12,7 +12,16 @@ from poc_operator.apis.v1alpha1.meta import WORKER_LABELS, Resource, fleet_selec
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.cli import gateway_proxy, preflight
-from poc_operator.cli.cluster import Cluster, Forbidden, KindMissing, NotFound, Object, UserError, core
+from poc_operator.cli.cluster import (
+    Cluster,
+    Forbidden,
+    KindMissing,
+    NamespaceMissing,
+    NotFound,
+    Object,
+    UserError,
+    core,
+)
 from poc_operator.cli.explanation import Event, Evidence, Subject
 from poc_operator.cli.overview import Overview, Seen, overview
 from poc_operator.cli.pod_metrics import active_pods, read_chat
@@ -46,15 +55,16 @@ def now() -> datetime:
 def look(cluster: Cluster, *, everywhere: bool, chat: bool) -> Seen:
     """Read fleets, rounds and pods; with ``chat`` also what pods tell of it."""
     namespace = None if everywhere else cluster.namespace
-    rounds = known(cluster, PoCRound, namespace)
+    workers = ",".join(f"{key}={value}" for key, value in WORKER_LABELS.items())
+    rounds, fleets = known(cluster, PoCRound, namespace), known(cluster, PoCFleet, namespace)
+    pods = [PodView.parse(body) for body in cluster.items(core("pods", namespace), workers)]
+    if namespace is not None and not (rounds or fleets or pods):
+        cluster.expect_namespace()
     return Seen(
         now=now(),
-        fleets=known(cluster, PoCFleet, namespace),
+        fleets=fleets,
         rounds=rounds,
-        pods=[
-            PodView.parse(body)
-            for body in cluster.items(core("pods", namespace), ",".join(f"{k}={v}" for k, v in WORKER_LABELS.items()))
-        ],
+        pods=pods,
         chat=read_chat(cluster, active_pods(rounds)) if chat else {},
     )
 
@@ -92,6 +102,8 @@ def subject(cluster: Cluster, text: str) -> Subject:
     for kind in dict.fromkeys(KINDS.values()):
         try:
             return cluster.object(kind, text)
+        except NamespaceMissing:
+            raise
         except NotFound as error:
             errors.append(error)
     if missing := next((error for error in errors if isinstance(error, KindMissing)), None):
