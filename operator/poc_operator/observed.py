@@ -480,11 +480,6 @@ class CollectedRound(_FromGateway):
     forgers: list[Forger] = Field(default_factory=list)
     limit_reached: ShortText | None = None
 
-    @classmethod
-    def nothing(cls, uid: str) -> Self:
-        """Return what is told of a round that nothing was delivered for."""
-        return cls(uid=uid, stored=0, duplicates=0, conflicts=0, forwarded=0, slots=[])
-
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayReport:

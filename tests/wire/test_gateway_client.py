@@ -40,7 +40,7 @@ async def test_progress(client: GatewayClient, stored: Gateway) -> None:
 
 
 async def test_nothing_stored_yet(client: GatewayClient, stored: Gateway) -> None:
-    stored.uid = ""
+    stored.uid, stored.stored = "", set()
     assert await client.progress(*ROUND) is None
     assert await client.sample("ns", "r", 5, "") is None
 

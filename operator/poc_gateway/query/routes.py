@@ -73,7 +73,7 @@ class Results:
         found = await self._database.read(lambda one: queries.progress(one, namespace, name, query.uid))
         if found is None and query.uid is not None:
             # The operator asks about each of its rounds every 2 s, also while it waits: that is no error.
-            return CollectedRound.nothing(query.uid)
+            return queries.nothing(query.uid)
         if found is None:
             raise _unknown(namespace, name, query)
         return self._told(found)

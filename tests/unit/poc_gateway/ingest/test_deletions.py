@@ -6,11 +6,11 @@ import json
 
 from sqlalchemy import Connection, update
 
+from poc_gateway.query.queries import nothing
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
 from poc_gateway.store.retention import CHUNK_ROWS, Retention
-from poc_operator.observed import CollectedRound
 from tests.support.builders.deliveries import ROUND, a_round, artifacts
 from tests.unit.poc_gateway.ingest.conftest import Start
 
@@ -33,7 +33,7 @@ async def test_a_round_that_is_being_deleted_takes_nothing_until_it_is_gone(star
             assert (status, body["reason"]) == (503, "RoundDeleted")
         progress = "/rounds/ns/round-uid-1/progress"
         assert (await gateway.get(progress))[0] == 404
-        assert (await gateway.get(f"{progress}?uid=uid-1"))[1] == CollectedRound.nothing("uid-1").model_dump()
+        assert (await gateway.get(f"{progress}?uid=uid-1"))[1] == nothing("uid-1").model_dump()
         assert await gateway.rows(schema.callbacks) == []
 
         await retention(gateway.database, 0).sweep()
