@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from hack.generate.crds import Schema, is_work, mutable_fields, schema
 from poc_operator.apis.v1alpha1.conditions import ConditionType
-from poc_operator.apis.v1alpha1.explanations import EXPLANATIONS
+from poc_operator.apis.v1alpha1.explanations import EXPLANATIONS, Explanation
 from poc_operator.apis.v1alpha1.meta import API_VERSION, Resource
 from poc_operator.apis.v1alpha1.schema import VALIDATIONS
 
@@ -113,9 +113,19 @@ def _conditions(kind: type[Resource]) -> Iterator[str]:
     yield from _table(("type", "status `True` means"), ((f"`{found}`", meaning) for found, meaning in meanings.items()))
 
 
+def _stage(told: Explanation) -> int:
+    """Return 0 for what keeps work from starting, 1 for what is wrong while it runs, 2 for what ends it."""
+    if any(word in told.where for word in ("Ready=Unknown", "Accepted", "Progressing=False")):
+        return 0
+    return 2 if told.where.startswith("Failed=True") else 1
+
+
 def _reasons(kind: type[Resource]) -> Iterator[str]:
     own = {reason: told for reason, told in EXPLANATIONS.items() if kind.KIND.kind in told.kinds}
     yield "### Reasons that need something from you\n"
+    if is_work(kind):
+        own = dict(sorted(own.items(), key=lambda item: _stage(item[1])))
+        yield "In the order in which you may meet them: while the object waits, while it runs, and at its end.\n"
     yield from _table(
         ("reason", "where", "what it means", "what to do"),
         ((f"`{reason}`", told.where, told.meaning, told.remedy) for reason, told in own.items() if told.remedy),

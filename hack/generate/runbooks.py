@@ -40,9 +40,10 @@ class Steps(_Model):
 
 
 class AlertSteps(Steps):
-    """The steps of an alert, with what to do in words."""
+    """The steps of an alert, with what to do in words. ``findings`` is Markdown: how to read what they print."""
 
     remedy: Text
+    findings: Text | None = None
 
 
 class ReasonSteps(Steps):
@@ -85,7 +86,9 @@ def render() -> Mapping[str, str]:
 
 
 def _page(title: str, intro: Iterator[str], sections: Iterator[str]) -> str:
-    return "\n".join((_NOTE, f"# {title}\n", *intro, *_setup(), *sections)).rstrip() + "\n"
+    lines = list(sections)
+    setup = _setup(asks_gateway=any(line.startswith("gateway ") for line in lines))
+    return "\n".join((_NOTE, f"# {title}\n", *intro, *setup, *lines)).rstrip() + "\n"
 
 
 def _alerts_intro() -> Iterator[str]:
@@ -97,7 +100,17 @@ def _reasons_intro() -> Iterator[str]:
     yield "Each reason of a condition or an Event has a section. The object's message has names and numbers.\n"
 
 
-def _setup() -> Iterator[str]:
+#: As "Read results" of the gateway's page has it: who is paged has no time to look for it.
+_GATEWAY = (
+    'kubectl -n "$SYSTEM" port-forward service/vllm-poc-operator-gateway 8080 &',
+    'TOKEN=$(kubectl -n "$SYSTEM" get secret vllm-poc-operator-gateway-tokens '
+    "-o jsonpath='{.data.token}' | base64 -d | cut -d, -f1)",
+    'gateway() { curl -sS --fail --retry 5 --retry-connrefused -H "Authorization: Bearer $TOKEN" '
+    '"localhost:8080$1" "${@:2}"; }',
+)
+
+
+def _setup(*, asks_gateway: bool) -> Iterator[str]:
     yield "The commands use these names. Set them for your case:\n"
     yield "<!-- test: none, names of the reader's own -->"
     yield "```sh"
@@ -106,9 +119,12 @@ def _setup() -> Iterator[str]:
     yield "OBJECT=pocround/round-1   # kind and name of the object"
     yield "FLEET=qwen"
     yield "POD=qwen-0"
+    if asks_gateway:
+        yield "\n# asks the gateway, for the commands that begin with it"
+        yield from _GATEWAY
     yield "```\n"
-    yield "`gateway` asks the gateway, as [read results](../gateway.md#read-results) shows. `kubectl poc` is"
-    yield "[the plugin](../kubectl-poc.md). Without it, `kubectl describe` shows the same conditions and Events.\n"
+    yield "`kubectl poc` is [the plugin](../kubectl-poc.md). Without it, `kubectl describe` shows the same conditions"
+    yield "and Events.\n"
 
 
 def _alerts(found: Runbooks) -> Iterator[str]:
@@ -123,7 +139,7 @@ def _alerts(found: Runbooks) -> Iterator[str]:
         yield "```\n"
         yield from _fields(steps.impact, found.urgencies["now" if critical else "today"])
         yield f"**What to do.** {' '.join(steps.remedy.split())}\n"
-        yield from _steps(found, steps)
+        yield from _steps(found, steps, steps.findings)
 
 
 def _work(found: Runbooks) -> Iterator[str]:
@@ -154,12 +170,14 @@ def _fields(impact: str, urgency: str) -> Iterator[str]:
     yield f"**Urgency.** {urgency}\n"
 
 
-def _steps(found: Runbooks, steps: Steps) -> Iterator[str]:
-    for title, names in (("Diagnose", steps.diagnose), ("Fix", steps.fix)):
+def _steps(found: Runbooks, steps: Steps, findings: str | None = None) -> Iterator[str]:
+    for title, names, after in (("Diagnose", steps.diagnose, findings), ("Fix", steps.fix, None)):
         if names:
             yield f"**{title}.**\n"
             yield _TESTED
             yield "```sh"
             yield from (found.commands[name] for name in names)
             yield "```\n"
+        if after:
+            yield f"{after}\n"
     yield f"**Escalate.** {found.escalations[steps.escalate]}\n"

@@ -55,6 +55,14 @@ def _documents(block: Block) -> list[Any]:
     return [document for document in yaml.safe_load_all(block.text) if document is not None]
 
 
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_that_uses_the_function_gateway_says_where_it_is_from(page: Path) -> None:
+    """It is of ours, and a reader may come to any page first."""
+    text = page.read_text()
+    if re.search(r'(^|`)gateway "?/', text, re.MULTILINE):
+        assert "\ngateway() {" in text or "gateway.md#read-results" in text
+
+
 def test_every_block_says_its_language() -> None:
     assert [block.where for block in blocks() if block.language not in LANGUAGES] == []
 

@@ -45,7 +45,7 @@ class Gateway(KeptProcess):
     async def wait_until_forwarded(self, namespace: str, name: str, seconds: float) -> None:
         """Wait until nothing of the round is left to forward; fails after ``seconds``."""
         deadline, state = monotonic() + seconds, None
-        while state is None or state["backlog"] or state["waiting"]:
+        while state is None or state["backlog"]:
             assert monotonic() < deadline, f"{name} is not forwarded: {state}"
             await asyncio.sleep(0.2)
             state = await self.get(f"/rounds/{namespace}/{name}/forwarding")

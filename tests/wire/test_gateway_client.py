@@ -40,9 +40,15 @@ async def test_progress(client: GatewayClient, stored: Gateway) -> None:
 
 
 async def test_nothing_stored_yet(client: GatewayClient, stored: Gateway) -> None:
-    stored.uid = ""
+    stored.uid, stored.stored = "", set()
     assert await client.progress(*ROUND) is None
     assert await client.sample("ns", "r", 5, "") is None
+
+
+async def test_an_earlier_release_of_the_gateway_has_nothing_stored_yet(client: GatewayClient, stored: Gateway) -> None:
+    """It runs for a moment beside a new operator, as in an upgrade."""
+    stored.answer, stored.body = 404, '{"reason": "RoundUnknown", "detail": "nothing was delivered"}'
+    assert await client.progress(*ROUND) is None
 
 
 async def test_a_sample(client: GatewayClient, stored: Gateway) -> None:

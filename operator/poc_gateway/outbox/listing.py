@@ -24,14 +24,17 @@ from poc_gateway.store.schema import artifacts, callbacks, ended_ranges, late_it
 
 
 class Counts(NamedTuple):
-    """Artifacts of a round: to be sent, accepted, refused for good, expired, abandoned, and to be sent out of order."""
+    """Artifacts of a round: to be sent, accepted, refused for good, expired and abandoned.
+
+    The backlog is what is waiting or disputed. ``late`` is the part of it that waits, and is sent out of order.
+    """
 
     backlog: int
     forwarded: int
     dead: int
     expired: int
     abandoned: int
-    waiting: int
+    late: int
 
 
 def counts(connection: Connection, round_id: int) -> Counts:

@@ -31,7 +31,10 @@ REPLAY_NONCES = 10_000
 
 
 class Forwarding(BaseModel):
-    """Counts are artifacts. ``backlog`` is what is still to be sent, ``waiting`` the part of it out of order."""
+    """Counts are artifacts. ``backlog`` is what is still to be sent: all that is ``waiting`` or ``disputed``.
+
+    ``late`` is the part of it that waits and is sent by itself, out of order.
+    """
 
     #: Without what may be a secret: user, password and query.
     receiver: str | None
@@ -41,7 +44,7 @@ class Forwarding(BaseModel):
     dead: int
     expired: int
     abandoned: int
-    waiting: int
+    late: int
     #: Why the last payload was not accepted; null while payloads are.
     last_error: str | None
     next_try_seconds: float

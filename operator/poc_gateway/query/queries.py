@@ -82,6 +82,11 @@ def progress(connection: Connection, namespace: str, name: str, uid: str | None)
     return found.model_copy(update={"undecided": undecided, "forgers": lied})
 
 
+def nothing(uid: str) -> CollectedRound:
+    """Return what is told of a round that nothing was delivered for."""
+    return _collected(uid, [], [], None)
+
+
 def round_entry(connection: Connection, known: KnownRound) -> RoundEntry:
     """Return a round's terms and sums."""
     found = connection.execute(select(rounds).where(rounds.c.id == known.id)).mappings().all()

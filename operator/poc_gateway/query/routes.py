@@ -69,8 +69,11 @@ class Results:
         return await self._database.read(read)
 
     async def progress(self, namespace: str, name: str, query: Annotated[RoundQuery, Query()]) -> CollectedRound:
-        """Tell how much of a round is stored and forwarded; 404 if nothing was delivered yet."""
+        """Tell how much of a round is stored and forwarded; with `uid` also before its first delivery."""
         found = await self._database.read(lambda one: queries.progress(one, namespace, name, query.uid))
+        if found is None and query.uid is not None:
+            # The operator asks about each of its rounds every 2 s, also while it waits: that is no error.
+            return queries.nothing(query.uid)
         if found is None:
             raise _unknown(namespace, name, query)
         return self._told(found)

@@ -77,12 +77,13 @@ def bundle(
 
 
 def _reach(cluster: Cluster) -> None:
-    """UserError if the API server does not answer at all: an archive of nothing would help nobody."""
+    """UserError without an API server that answers, or the namespace: an archive of nothing would help nobody."""
     try:
         cluster.get("/version")
     except UserError as error:
         if error.code == UNREACHABLE:
             raise
+    cluster.expect_namespace()
 
 
 class Surroundings:

@@ -40,6 +40,8 @@ def check(
 ) -> None:
     """Check CRDs, operator, gateway, GPUs, fleets, Secrets, PVCs and rounds; exit code 1 if something is wrong."""
     cluster = connect(context, namespace, kubeconfig)
+    if namespace:
+        cluster.expect_namespace()
     found = list(checks(cluster, gateway))
     if format_ is Format.TABLE:
         output.console().print(table(found))
@@ -101,13 +103,21 @@ def _get(cluster: Cluster, path: str) -> Object | None:
 def _operator(cluster: Cluster) -> Iterator[Check]:
     found = deployments(cluster)
     yield from preflight.operator(found, VERSION)
-    for place in sorted({preflight.lease_place(body) for body in found}):
+    for place, body in sorted({preflight.lease_place(body): body for body in reversed(found)}.items()):
         path = f"/apis/coordination.k8s.io/v1/namespaces/{place}/leases/{COMPONENT}"
-        yield from _guarded("Lease", partial(_lease, cluster, path))
+        yield from _guarded("Lease", partial(_lease, cluster, path, body))
 
 
-def _lease(cluster: Cluster, path: str) -> list[Check]:
-    return [preflight.lease(_get(cluster, path), now())]
+def _lease(cluster: Cluster, path: str, operator: Object) -> list[Check]:
+    return [preflight.lease(_get(cluster, path), now(), preflight.operator_log([operator]))]
+
+
+def _operator_remedy(cluster: Cluster) -> str:
+    """Return what to do about an operator that does not act, also for a user who may not look where it is."""
+    try:
+        return preflight.operator_log(deployments(cluster))
+    except Forbidden:
+        return preflight.operator_log([])
 
 
 def _gateway(cluster: Cluster, option: str | None) -> Iterator[Check]:
@@ -133,7 +143,8 @@ def _answers(cluster: Cluster, place: gateway_proxy.Place) -> list[Check]:
     except UserError as error:
         if isinstance(error, Forbidden):
             return [preflight.warning(about, f"it could not be asked: {error}", "ask for the right services/proxy")]
-        return [preflight.error(about, f"it does not answer through the API server: {error}", _look(place))]
+        why = error.why if isinstance(error, gateway_proxy.Unavailable) else error
+        return [preflight.error(about, f"it does not answer through the API server: {why}", _look(place))]
     answers = preflight.ok(about, f"it answers, and has {'rounds' if rounds['rounds'] else 'no round yet'}")
     disk = preflight.gateway_disk(about, full=health.storage_full)
     if health.certificate_expires is None:
@@ -142,8 +153,9 @@ def _answers(cluster: Cluster, place: gateway_proxy.Place) -> list[Check]:
 
 
 def _look(place: gateway_proxy.Place) -> str:
-    log = f"kubectl -n {place.namespace} logs deployment/{place.name} --tail=50"
-    return f"{log}; if the gateway is well, let API servers in: gateway.networkPolicy.insideFrom"
+    log = preflight.log(place.namespace, place.name)
+    wait = "wait a minute if the gateway has just started, then look at its log"
+    return f"{wait}: {log}; if the gateway is well, let API servers in: gateway.networkPolicy.insideFrom"
 
 
 def _gateway_objects(cluster: Cluster, place: gateway_proxy.Place) -> Iterator[Check]:
@@ -157,7 +169,7 @@ def _fleets(cluster: Cluster) -> Iterator[Check]:
     found = _everywhere(cluster, PoCFleet)
     if not found:
         yield preflight.warning("fleets", "there is none", "create a PoCFleet, or label pods of your own")
-    yield from preflight.fleets(found)
+    yield from preflight.fleets(found, _operator_remedy(cluster) if found else "")
     for fleet in found:
         secrets, claims = preflight.fleet_secrets(fleet), preflight.fleet_claims(fleet)
         of = f"the fleet {fleet.metadata.name}"
@@ -180,9 +192,11 @@ def _rounds(cluster: Cluster, option: str | None) -> Iterator[Check]:
     over = [one for one in found if one.status.state.finished]
     over.sort(key=lambda one: one.metadata.creation_timestamp, reverse=True)
     gateways = _asked(cluster, option) if found else []
+    remedy = _operator_remedy(cluster) if under_way else ""
     for one in under_way:
         told = _forwarding(gateways, one)
-        yield from preflight.unfinished_round(Evidence(subject=one, now=now(), forwarding=told, gateway=option))
+        seen = Evidence(subject=one, now=now(), forwarding=told, gateway=option)
+        yield from preflight.unfinished_round(seen, remedy)
     for one in over[:_MOST_OVER]:
         told = _forwarding(gateways, one)
         yield from preflight.finished_round(Evidence(subject=one, now=now(), forwarding=told, gateway=option))

@@ -69,6 +69,10 @@ class KindMissing(NotFound):
     """The cluster does not know the kind."""
 
 
+class NamespaceMissing(NotFound):
+    """The cluster has no such namespace."""
+
+
 class Refused(UserError):  # noqa: N818
     """The API server, or what stands behind its proxy, answered with an error; ``status`` is that of HTTP."""
 
@@ -88,6 +92,7 @@ class Cluster:
     def __init__(self, api: client.ApiClient, namespace: str) -> None:
         self._api = api
         self.namespace = namespace
+        self._existing = set[str]()  # namespaces that are not known to be missing
 
     def get(
         self,
@@ -147,11 +152,26 @@ class Cluster:
         except KindMissing:
             raise
         except NotFound as error:
+            self.expect_namespace(where)
             raise NotFound(
                 f'there is no {kind.KIND.kind} "{name}" in the namespace "{where}": '
                 f"look with `kubectl get {kind.KIND.plural} -A`"
             ) from error
         return found
+
+    def expect_namespace(self, namespace: str | None = None) -> None:
+        """NamespaceMissing if there is no such namespace, as far as the user may know: its lists are just empty."""
+        name = namespace or self.namespace
+        if name in self._existing:
+            return
+        try:
+            self.get(core(f"namespaces/{name}"))
+        except NotFound as error:
+            look = "`kubectl get namespaces` lists those that there are"
+            raise NamespaceMissing(f'there is no namespace "{name}": use another --namespace; {look}') from error
+        except UserError:  # who may not read it, or cannot now, sees what there is in it
+            pass
+        self._existing.add(name)
 
     def _request(
         self,

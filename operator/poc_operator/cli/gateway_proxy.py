@@ -70,6 +70,14 @@ class Health:
     certificate_expires: datetime | None
 
 
+class Unavailable(UserError):  # noqa: N818 - reads as a state
+    """A gateway that cannot answer now; ``why`` is that without the remedy, which `check` itself does not name."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}: look with `kubectl poc check`", FAILED)
+        self.why = why
+
+
 class Gateway:
     """The gateway of a cluster. Every method raises UserError with the remedy. ``seconds`` limit each answer."""
 
@@ -123,8 +131,7 @@ class Gateway:
 
     def _translated(self, error: Refused) -> UserError:
         if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            why = f"the gateway {self.place} cannot answer ({error})"
-            return UserError(f"{why}: look with `kubectl poc check`", FAILED)
+            return Unavailable(f"the gateway {self.place} cannot answer ({error})")
         if error.status == HTTPStatus.UNAUTHORIZED:
             why = f"the gateway {self.place} does not take the token ({error})"
             return UserError(f"{why}: put the one of its Secret into {TOKEN_VARIABLE}, or unset that", FORBIDDEN)

@@ -14,7 +14,16 @@ from poc_operator.apis.v1alpha1.meta import WORKER_LABELS, Resource, fleet_selec
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.cli import gateway_proxy, preflight
-from poc_operator.cli.cluster import Cluster, Forbidden, KindMissing, NotFound, Object, UserError, core
+from poc_operator.cli.cluster import (
+    Cluster,
+    Forbidden,
+    KindMissing,
+    NamespaceMissing,
+    NotFound,
+    Object,
+    UserError,
+    core,
+)
 from poc_operator.cli.explanation import Event, Evidence, Subject
 from poc_operator.cli.loading import LogEnd
 from poc_operator.cli.overview import Overview, Seen, overview
@@ -59,6 +68,8 @@ def look(cluster: Cluster, *, everywhere: bool, chat: bool) -> Seen:
     rounds, fleets = known(cluster, PoCRound, namespace), known(cluster, PoCFleet, namespace)
     selector = ",".join(f"{key}={value}" for key, value in WORKER_LABELS.items())
     pods = [PodView.parse(body) for body in cluster.items(core("pods", namespace), selector)]
+    if namespace is not None and not (rounds or fleets or pods):
+        cluster.expect_namespace()
     return Seen(
         now=now(),
         fleets=fleets,
@@ -131,6 +142,8 @@ def subject(cluster: Cluster, text: str) -> Subject:
     for kind in dict.fromkeys(KINDS.values()):
         try:
             return cluster.object(kind, text)
+        except NamespaceMissing:
+            raise
         except NotFound as error:
             errors.append(error)
     if missing := next((error for error in errors if isinstance(error, KindMissing)), None):

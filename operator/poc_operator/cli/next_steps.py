@@ -35,7 +35,7 @@ COMMANDS: Mapping[Reason, str] = {
     Reason.POD_TEMPLATE_INVALID: _EDIT_FLEET,
     Reason.OBJECT_CONFLICT: "kubectl -n {namespace} get statefulsets,pods,services,pvc,jobs,networkpolicies",
     Reason.PODS_OF_OTHERS: "kubectl -n {namespace} get pods -l poc.gonka.ai/fleet={fleet} --show-labels",
-    Reason.OBJECT_REFUSED: _CHECK,
+    Reason.OBJECT_REFUSED: "kubectl -n {namespace} describe pocfleet {fleet}",
     Reason.PODS_FAILING: _DESCRIBE_POD,
     Reason.PODS_UNSCHEDULABLE: "kubectl -n {namespace} get events --field-selector reason=FailedScheduling",
     Reason.DOWNLOAD_FAILED: "kubectl -n {namespace} get jobs,pods -l poc.gonka.ai/fleet={fleet}",
@@ -132,3 +132,8 @@ def command(reason: Reason, names: Names) -> str | None:
 def results_command(names: Names) -> str:
     """Return the command that shows what the gateway has of a round."""
     return _RESULTS.format(**vars(names))
+
+
+def check_command(namespace: str) -> str:
+    """Return the command that checks what objects of a namespace need."""
+    return _CHECK.format(namespace=namespace)

@@ -9,11 +9,12 @@ from typing import Any
 from poc_operator.apis.v1alpha1.explanations import EXPLANATIONS
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_pod import GPU_RESOURCE, PRODUCT_LABEL
-from poc_operator.apis.v1alpha1.meta import VERSION, Resource
+from poc_operator.apis.v1alpha1.meta import COMPONENT, VERSION, Resource
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.schema import ApiModel, aliases
 from poc_operator.cli.cluster import Object
 from poc_operator.cli.explanation import Evidence, Finding, account, undelivered
+from poc_operator.cli.next_steps import check_command
 
 #: Label with the version of what a chart has installed.
 VERSION_LABEL = "app.kubernetes.io/version"
@@ -169,9 +170,20 @@ def lease_place(deployment: Object) -> str:
     return str(deployment["metadata"]["namespace"])
 
 
-def lease(body: Object | None, now: datetime) -> Check:
-    """Check that an operator holds the Lease and renews it."""
-    remedy = "look at the operator's log: kubectl logs -l app.kubernetes.io/name=vllm-poc-operator -A --tail=50"
+def log(namespace: str, deployment: str) -> str:
+    """Return the command that shows the last lines of a Deployment's log."""
+    return f"kubectl -n {namespace} logs deployment/{deployment} --tail=50"
+
+
+def operator_log(deployments: Sequence[Object]) -> str:
+    """Return what to do about an operator that does not act, with the command that shows its log."""
+    metas = [body["metadata"] for body in deployments[:1]]
+    shown = [log(meta["namespace"], meta["name"]) for meta in metas] or [log("NAMESPACE", COMPONENT)]
+    return f"wait a minute if the operator has just started, then look at its log: {shown[0]}"
+
+
+def lease(body: Object | None, now: datetime, remedy: str) -> Check:
+    """Check that an operator holds the Lease and renews it; ``remedy`` is `operator_log`."""
     if body is None:
         return error("Lease", "no operator has ever held it", remedy)
     spec = body["spec"]
@@ -210,13 +222,13 @@ def _count(node: Object) -> int:
     return int(told) if str(told).isdecimal() else 0
 
 
-def fleets(found: Sequence[PoCFleet]) -> Iterator[Check]:
-    """Check that each fleet has its model and its pods."""
+def fleets(found: Sequence[PoCFleet], operator_remedy: str) -> Iterator[Check]:
+    """Check that each fleet has its model and its pods; ``operator_remedy`` is `operator_log`."""
     for fleet in found:
-        yield _fleet(fleet)
+        yield _fleet(fleet, operator_remedy)
 
 
-def _fleet(fleet: PoCFleet) -> Check:
+def _fleet(fleet: PoCFleet, operator_remedy: str) -> Check:
     about = f"fleet {fleet.metadata.namespace}/{fleet.metadata.name}"
     conditions = fleet.status.own_conditions
     look = f"kubectl poc -n {fleet.metadata.namespace} explain fleet/{fleet.metadata.name}"
@@ -228,8 +240,10 @@ def _fleet(fleet: PoCFleet) -> Check:
             )
     model = fleet.status.model or "its model"
     ready = conditions.get("Ready")
+    if not fleet.status.observed_generation:
+        return warning(about, "no operator has seen it yet", operator_remedy)
     if ready is None or ready.status != "True":
-        return warning(about, f"it is not ready: {fleet.status.message or 'no operator has seen it'}", look)
+        return warning(about, f"it is not ready: {fleet.status.message or 'it has not told why'}", look)
     return ok(about, f"{model}, {fleet.status.ready} pods are ready")
 
 
@@ -240,8 +254,11 @@ def _remedy(reason: str) -> str:
         return ""
 
 
-def unfinished_round(found: Evidence) -> list[Check]:
-    """Check that nothing keeps a round back: what ``explain`` would name, as far as it asks something of the user."""
+def unfinished_round(found: Evidence, operator_remedy: str) -> list[Check]:
+    """Check that nothing keeps a round back: what ``explain`` would name, as far as it asks something of the user.
+
+    ``operator_remedy`` is `operator_log`.
+    """
     meta, status = found.subject.metadata, found.subject.status
     about = f"round {meta.namespace}/{meta.name}"
     if status.observed_generation < meta.generation and found.now - meta.creation_timestamp > SEEN_WITHIN:
@@ -250,9 +267,11 @@ def unfinished_round(found: Evidence) -> list[Check]:
         )
         remedy = f"look whether the operator runs, and whether watchNamespaces of its chart has {meta.namespace}"
         return [error(about, finding, remedy)]
+    if not status.observed_generation:
+        return [warning(about, "no operator has seen it yet", operator_remedy)]
     wrong = [finding for finding in account(found).findings if finding.remedy]
     if not wrong:
-        return [ok(about, f"nothing keeps it back: {status.message or 'no operator has seen it yet'}")]
+        return [ok(about, f"nothing keeps it back: {status.message}")]
     return _told_of(found, wrong)
 
 
@@ -264,13 +283,14 @@ def finished_round(found: Evidence) -> list[Check]:
 def _told_of(found: Evidence, wrong: Iterable[Finding]) -> list[Check]:
     meta = found.subject.metadata
     option = f" --gateway {found.gateway}" if found.gateway else ""
-    look = f"kubectl poc -n {meta.namespace} explain {meta.name}{option}"
+    look = f" kubectl poc -n {meta.namespace} explain {meta.name}{option}"
+    here = check_command(meta.namespace)  # what explains it would lead back to where it is told
     return [
         Check(
             about=f"round {meta.namespace}/{meta.name}",
             level=Level.WARNING if finding.reason in PASSING else Level.ERROR,
             finding=f"{finding.reason}: {finding.seen}",
-            remedy=f"{finding.remedy} {look}",
+            remedy=f"{finding.remedy}{look if finding.command != here else ''}",
         )
         for finding in wrong
     ]

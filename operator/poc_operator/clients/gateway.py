@@ -75,7 +75,7 @@ class GatewayClient:
             raise self._not_understood(error) from error
         if collected.uid != uid:
             raise GatewayError(f"gateway {self._base}: the answer is about round {collected.uid} instead of {uid}")
-        return collected
+        return collected if collected.slots or collected.limit_reached else None
 
     async def sample(self, namespace: str, name: str, nonces: int, seed: str) -> bytes | None:
         """Return ``nonces`` results of a round as a JSON list of proofs; None if nothing of it is stored."""

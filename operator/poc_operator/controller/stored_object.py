@@ -5,7 +5,8 @@ A turn asks the API server for nothing. What the watch tells late does no harm: 
 that it was made from. One of an outdated object is refused, and the object is read before it is planned again.
 
 A write for every turn of every round would be most of the API server's work. So a status in which only counters moved
-is held back for some seconds. It is lost with the process, and the next one asks the pods anyway.
+is held back for some seconds. It is lost with the process, and the next one asks the pods anyway. The first results of
+a round are written at once: who waits for them cannot tell a 0 from a round that gets nothing done.
 """
 
 from collections.abc import Callable, Mapping
@@ -109,6 +110,7 @@ class StatusRecorder(Generic[WorkT]):
         # cut, and may lag behind by what was held back.
         self._known: tuple[WorkStatus, WorkStatus] | None = None
         self._held_back = False  # whether the newest status is still to be written
+        self._told_results = False  # whether any results were ever stored: they are the first ones once only
 
     def newest(self, stored: WorkT) -> WorkT:
         """Return the object with the status that was recorded last, unless somebody has written another one since."""
@@ -130,6 +132,8 @@ class StatusRecorder(Generic[WorkT]):
         written, only_counters = await self._computing.done(
             partial(_compare, status, stored.status), len(status.shares)
         )
+        self._told_results = self._told_results or _has_results(stored.status)
+        only_counters = only_counters and (self._told_results or not _has_results(written))
         age = now - self._written
         due = COUNTERS_SECONDS - (EARLY_SECONDS if age + turn >= LATE_SECONDS else 0.0)
         fresh = age < due
@@ -155,3 +159,7 @@ def _compare(status: WorkStatus, stored: WorkStatus) -> tuple[WorkStatus, bool]:
     if not isinstance(written, RoundStatus) or not isinstance(stored, RoundStatus):
         return written, False
     return written, written.without_counters() == stored.without_counters()
+
+
+def _has_results(status: WorkStatus) -> bool:
+    return isinstance(status, RoundStatus) and status.totals.delivered > 0

@@ -65,17 +65,17 @@ class Gateway:
         await asyncio.sleep(self.delay)
         if self.body is not None or self.answer != 200:
             return web.Response(text=self.body or "", status=self.answer)
+        if request.match_info["what"] == "progress":
+            return web.Response(text=self._progress(self.uid or request.query["uid"]).model_dump_json())
         if not self.uid:
             return web.json_response({"reason": "RoundUnknown", "detail": "no such round"}, status=404)
-        if request.match_info["what"] == "progress":
-            return web.Response(text=self._progress().model_dump_json())
         proofs: list[dict[str, Any]] = [{"nonce": nonce, "vector": "AAAAAAAAAAA="} for nonce in sorted(self.stored)]
         return web.json_response(proofs[: int(request.query["nonces"])])
 
-    def _progress(self) -> CollectedRound:
+    def _progress(self, uid: str) -> CollectedRound:
         slots = [self._slot(offset) for offset in sorted({nonce % self.stride for nonce in self.stored})]
         return CollectedRound(
-            uid=self.uid,
+            uid=uid,
             stored=len(self.stored),
             duplicates=self.duplicates,
             conflicts=self.conflicts,

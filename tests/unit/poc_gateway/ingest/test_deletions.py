@@ -6,6 +6,7 @@ import json
 
 from sqlalchemy import Connection, update
 
+from poc_gateway.query.queries import nothing
 from poc_gateway.settings import Settings
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
@@ -30,8 +31,9 @@ async def test_a_round_that_is_being_deleted_takes_nothing_until_it_is_gone(star
         known, looked_up = [await gateway.deliver(artifacts([nonce])) for nonce in (1, 2)]
         for status, body in (known, looked_up, verdict):
             assert (status, body["reason"]) == (503, "RoundDeleted")
-        for query in ("", "?uid=uid-1"):
-            assert (await gateway.get(f"/rounds/ns/round-uid-1/progress{query}"))[0] == 404
+        progress = "/rounds/ns/round-uid-1/progress"
+        assert (await gateway.get(progress))[0] == 404
+        assert (await gateway.get(f"{progress}?uid=uid-1"))[1] == nothing("uid-1").model_dump()
         assert await gateway.rows(schema.callbacks) == []
 
         await retention(gateway.database, 0).sweep()

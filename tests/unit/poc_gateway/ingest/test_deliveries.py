@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from poc_gateway.query.queries import nothing
 from poc_gateway.store import schema
 from tests.support.builders.deliveries import R_TARGET, a_round, artifacts, distances, encoded, vector
 from tests.unit.poc_gateway.ingest.conftest import Start, receipt
@@ -17,7 +18,6 @@ async def test_artifacts_are_stored_as_delivered(start: Start) -> None:
         slots = await gateway.rows(schema.slots)
         progress = await gateway.get(PROGRESS)
         assert await gateway.get(f"{PROGRESS}?uid=uid-1") == progress
-        assert (await gateway.get(f"{PROGRESS}?uid=uid-2"))[0] == 404
     stored = {row.nonce: (row.slot_id, row.vector) for row in rows}
     even, odd = (slot.id for slot in slots)
     assert stored == {nonce: (odd if nonce % 2 else even, vector(nonce)) for nonce in (0, 1, 2, 4)}
@@ -82,6 +82,15 @@ async def test_an_unknown_round_is_not_found(start: Start) -> None:
         assert (status, body["reason"]) == (404, "RoundUnknown")
         status, body = await gateway.get(PROGRESS)
         assert (status, body["reason"]) == (404, "RoundUnknown")
+
+
+async def test_a_round_that_waits_for_pods_is_asked_about_without_an_error(start: Start) -> None:
+    """The operator asks every 2 s, and each error is a line in the log."""
+    async with start(a_round()) as gateway:
+        await gateway.deliver(artifacts([0]))
+        status, body = await gateway.get(f"{PROGRESS}?uid=uid-2")
+    assert (status, body) == (200, nothing("uid-2").model_dump())
+    assert (body["uid"], body["stored"], body["slots"]) == ("uid-2", 0, [])
 
 
 async def test_a_round_written_down_needs_no_api_server(start: Start) -> None:

@@ -25,7 +25,7 @@ from tests.support.builders.forwarding import Receiver, add_callback, add_round,
 
 ROUND = "/rounds/default/round"
 DAY = 86_400
-NAMES = ("backlog", "forwarded", "dead", "expired", "abandoned", "waiting")
+NAMES = ("backlog", "forwarded", "dead", "expired", "abandoned", "late")
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ async def test_a_round_whose_receiver_fails_for_ever_is_given_up(
         answer = await client.delete(f"{ROUND}/ledger", params={"reason": "the host said so"})
         assert answer.json() == {"abandoned": 17}  # what was refused too
         assert await counts(client) == {
-            "backlog": 0, "forwarded": 3, "dead": 0, "expired": 0, "abandoned": 17, "waiting": 0
+            "backlog": 0, "forwarded": 3, "dead": 0, "expired": 0, "abandoned": 17, "late": 0
         }  # fmt: skip
         posts = len(receiver.posts)
         receiver.answer = lambda _: 200
@@ -160,7 +160,7 @@ async def test_what_no_receiver_took_in_time_expires(
     young = await add_callback(database, receiver.url, {"n": 2})
     await outbox.expire()
     assert await counts(client) == {
-        "backlog": 0, "forwarded": 0, "dead": 0, "expired": 7, "abandoned": 0, "waiting": 0
+        "backlog": 0, "forwarded": 0, "dead": 0, "expired": 7, "abandoned": 0, "late": 0
     }  # fmt: skip
     assert await listed(client, State.EXPIRED) == [(0, 6, 3), (1, 7, 3), (4, 4, 1)]
     found = (await client.get("/outbox")).json()["callbacks"]
@@ -312,7 +312,7 @@ async def test_what_has_ended_is_sent_again_when_it_is_asked_for(
     assert (await client.post(url, params={"state": other})).json() == {"replayed": 0}
     assert (await client.post(url, params={"state": "waiting"})).status_code == 422
     assert (await client.post(url, params={"state": state})).json() == {"replayed": 60}
-    assert (await counts(client))["waiting"] == 60
+    assert (await counts(client))["late"] == 60
     since = ledger.now() - DAY * 1000
     assert await database.read(lambda one: endings.rounds_overdue(one, since)) == []  # they wait since now
     async with running(outbox):

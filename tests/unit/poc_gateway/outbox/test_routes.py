@@ -45,7 +45,7 @@ async def test_forwarding_while_the_receiver_fails(
         "dead": 1,
         "expired": 0,
         "abandoned": 0,
-        "waiting": 0,
+        "late": 0,
         "last_error": "HTTP 500",
     }
 

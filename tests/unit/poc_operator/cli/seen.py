@@ -215,6 +215,7 @@ def an_event(reason: str, message: str) -> dict[str, Any]:
 def a_cluster() -> dict[str, Any]:
     """Return the answers of a cluster with a fleet of two pods, of which chat holds one back, and a round."""
     return {
+        "/api/v1/namespaces/poc": {"metadata": {"name": "poc"}},
         ROUNDS: [a_round()],
         f"{ROUNDS}/round-1": a_round(),
         FLEETS: [a_fleet()],

@@ -93,6 +93,38 @@ def test_an_unknown_object_and_an_unknown_namespace_are_named(run: Run, api: Api
     assert told == 'error: namespaces "poc" not found: create it, or use another --namespace\n'
 
 
+#: These look for something in the namespace, and would find nothing.
+IN_A_NAMESPACE = [
+    words for words in COMMANDS if words[1:2] not in {("create",), ("results",), ("export",), ("presets",)}
+]
+
+
+@pytest.mark.parametrize("words", IN_A_NAMESPACE, ids=" ".join)
+def test_a_namespace_that_is_missing_is_named(run: Run, api: ApiPaths, words: tuple[str, ...]) -> None:
+    for plural in ("pocrounds", "pocfleets"):
+        api.answers[f"/apis/poc.gonka.ai/v1alpha1/namespaces/moon/{plural}"] = []
+    api.answers["/api/v1/namespaces/moon/pods"] = []
+    told = 'there is no namespace "moon": use another --namespace; `kubectl get namespaces` lists those that there are'
+    assert told in _sentence(run("-n", "moon", *words), 4)
+    assert not Path("bundle.tar.gz").exists()
+
+
+def test_a_namespace_that_is_empty_or_may_not_be_read_is_just_empty(run: Run, api: ApiPaths) -> None:
+    for plural in ("pocrounds", "pocfleets"):
+        api.answers[f"/apis/poc.gonka.ai/v1alpha1/namespaces/moon/{plural}"] = []
+    api.answers["/api/v1/namespaces/moon/pods"] = []
+    for answer in ({"metadata": {"name": "moon"}}, (403, {"message": "no"})):
+        api.answers["/api/v1/namespaces/moon"] = answer
+        assert run("-n", "moon", "status").code == 0
+        missing = _sentence(run("-n", "moon", "explain", "fleet/demo"), 4)
+        assert 'there is no PoCFleet "demo" in the namespace "moon"' in missing
+    del api.answers["/api/v1/namespaces/moon"]
+    assert run("-A", "-n", "moon", "status").code == 2, "-A stands behind the command"
+    api.answers |= {f"/apis/poc.gonka.ai/v1alpha1/{plural}": [] for plural in ("pocrounds", "pocfleets")}
+    api.answers["/api/v1/pods"] = []
+    assert run("status", "-A", "-n", "moon").code == 0
+
+
 @pytest.mark.parametrize(
     ("status", "answer", "code", "told"),
     [

@@ -228,7 +228,7 @@ async def missing_claim(_: Path) -> Told:
 
 def told_of_fleet(fleet: PoCFleet, *pods: PodView) -> Told:
     """Return what ``explain`` and ``check`` print of a fleet, each of which must do alone."""
-    about = [explained(fleet, *pods), checked(*preflight.fleets([fleet]))]
+    about = [explained(fleet, *pods), checked(*preflight.fleets([fleet], ""))]
     for text in map("\n".join, about):
         assert fleet.status.message[1:] in text  # as a sentence it begins with a capital
         assert (EXPLANATIONS[Reason(fleet.status.reason)].remedy or "a remedy") in text
@@ -261,7 +261,7 @@ async def slow_api_server(_: Path) -> Told:
         "spec": {"holderIdentity": "operator-1", "renewTime": seen.START.isoformat(), "leaseDurationSeconds": 15}
     }
     late = seen.START.replace(year=seen.START.year + 1)
-    return checked(preflight.api_server(6.0), preflight.lease(renewed, late))
+    return checked(preflight.api_server(6.0), preflight.lease(renewed, late, preflight.operator_log([])))
 
 
 FAULTS = {

@@ -62,10 +62,10 @@ def test_a_crd_of_another_version_names_the_field() -> None:
 @pytest.mark.parametrize(
     ("check", "level", "part"),
     [
-        (preflight.lease(a_lease(5), seen.START), Level.OK, "operator-1 holds it"),
-        (preflight.lease(a_lease(40), seen.START), Level.ERROR, "has not renewed it for 40 s"),
-        (preflight.lease({"spec": {}}, seen.START), Level.ERROR, "nobody holds it"),
-        (preflight.lease(None, seen.START), Level.ERROR, "no operator has ever held it"),
+        (preflight.lease(a_lease(5), seen.START, "wait"), Level.OK, "operator-1 holds it"),
+        (preflight.lease(a_lease(40), seen.START, "wait"), Level.ERROR, "has not renewed it for 40 s"),
+        (preflight.lease({"spec": {}}, seen.START, "wait"), Level.ERROR, "nobody holds it"),
+        (preflight.lease(None, seen.START, "wait"), Level.ERROR, "no operator has ever held it"),
         (preflight.gpus([a_node("8", "NVIDIA-H200")]), Level.OK, "8 GPUs on 1 Kubernetes nodes: NVIDIA-H200"),
         (preflight.gpus([a_node("8", None)]), Level.WARNING, "has no label nvidia.com/gpu.product"),
         (preflight.gpus([a_node("0", None)]), Level.WARNING, "none of 1 Kubernetes nodes offers"),
@@ -90,7 +90,7 @@ def test_findings(check: Check, level: Level, part: str) -> None:
 
 def test_a_fleet_that_cannot_go_on_is_an_error_with_the_remedy() -> None:
     stalled = seen.condition("Stalled", "True", "ImageMissing", "no image is named")
-    (found,) = preflight.fleets([PoCFleet.parse(seen.a_fleet(conditions=[stalled]))])
+    (found,) = preflight.fleets([PoCFleet.parse(seen.a_fleet(conditions=[stalled]))], "wait")
     assert (found.level, found.finding) == (Level.ERROR, "ImageMissing: no image is named")
     assert found.remedy.startswith("Set `spec.image`")
 
@@ -170,8 +170,51 @@ def test_a_round_is_told_by_each_of_its_reasons_with_the_remedy(run: Run, api: A
         ("error", "ReceiverFailing"),
     ]
     assert found[0]["remedy"].startswith("Wait for the replacement pod")
-    assert all(one["remedy"].endswith("kubectl poc -n poc explain round-1") for one in found)
+    assert [one["remedy"].endswith("kubectl poc -n poc explain round-1") for one in found] == [True, False, True]
     assert "does not take results: HTTP 502: Bad Gateway" in found[2]["finding"]
+
+
+UNSEEN = {"conditions": [seen.condition("Ready", "Unknown", "Pending", "waiting for the operator")]}
+NEW = {"metadata": seen.metadata("new", creationTimestamp="2999-01-01T00:00:00+00:00"), "status": UNSEEN}
+LOOK = "wait a minute if the operator has just started, then look at its log: kubectl -n poc-system logs deployment/op"
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "remedy"),
+    [
+        (LEASE, (404, {}), LOOK),
+        (LEASE, a_lease(60), LOOK),
+        (EVERY_ROUND, [seen.a_round() | NEW], LOOK),
+        ("/apis/poc.gonka.ai/v1alpha1/pocfleets", [seen.a_fleet() | NEW], LOOK),
+        (EVERY_ROUND, [a_round_with("Degraded", "True", "GatewayUnreachable")], "Check that the gateway runs"),
+        (EVERY_ROUND, [a_round_with("Degraded", "True", "DeliveriesFailing")], "`HTTP 507`: give the gateway's"),
+        (
+            f"{seen.GATEWAY}/rounds",
+            (503, {"message": "no endpoints available"}),
+            "wait a minute if the gateway has just started, then look at its log: kubectl -n poc-system logs depl",
+        ),
+    ],
+)
+def test_nothing_that_is_found_leads_back_to_the_check(
+    run: Run,
+    api: ApiPaths,
+    path: str,
+    answer: Any,  # noqa: ANN401
+    remedy: str,
+) -> None:
+    """As after a restart of operator and gateway: neither itself nor what sends there says what to do."""
+    _whole(api)
+    api.answers[path] = answer
+    (told,) = [one for one in json.loads(run("check", "-o", "json").out) if one["level"] != "ok"]
+    assert told["remedy"].startswith(remedy)
+    assert not [word for word in ("poc check", "explain") if word in f"{told['finding']} {told['remedy']}"]
+
+
+def test_a_user_who_may_not_look_at_the_operator_is_told_what_to_do(run: Run, api: ApiPaths) -> None:
+    _whole(api)
+    api.answers |= {seen.DEPLOYMENTS: (403, {"message": "no"}), EVERY_ROUND: [seen.a_round() | NEW]}
+    (told,) = [one for one in json.loads(run("check", "-o", "json").out) if one["about"] == "round poc/new"]
+    assert told["remedy"].endswith("kubectl -n NAMESPACE logs deployment/vllm-poc-operator --tail=50")
 
 
 @pytest.mark.parametrize("state", ["Complete", "Failed"])

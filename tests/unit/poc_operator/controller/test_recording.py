@@ -71,6 +71,33 @@ async def test_counters_are_written_a_little_sooner_where_they_would_be_late() -
         assert [await written.record(counted(2 + index), after=turn) for index in range(len(expected))] == expected
 
 
+async def test_the_first_results_are_written_at_once() -> None:
+    """A round of 15 s would have nothing but zeros until its end."""
+    written = Written()
+    computing = a_status(a_slot(next=64), totals=Totals(checked=64))
+    assert await written.record(counted(0), after=COUNTERS_SECONDS) == 1
+    assert await written.record(computing, after=2) == 0
+    assert [await written.record(counted(turn), after=2) for turn in range(1, 10)] == [1, *[0] * 7, 1]
+
+
+async def test_results_are_the_first_ones_once_only() -> None:
+    """A gateway that loses what it has, again and again, costs no more writes than one that keeps it."""
+    written = Written()
+    await written.record(counted(0), after=COUNTERS_SECONDS)
+    delivered = [index % 2 == 0 for index in range(30)]
+    writes = [await written.record(counted(1 if some else 0), after=1) for some in delivered]
+    assert writes.count(1) == 2
+    assert writes[0] == 1
+
+
+async def test_another_process_knows_that_there_were_results() -> None:
+    written = Written()
+    written.round = a_round(counted(5))
+    await written.record(counted(6))
+    assert await written.record(counted(0), after=COUNTERS_SECONDS) == 1
+    assert await written.record(counted(7), after=1) == 0
+
+
 @pytest.mark.parametrize(
     "change", [{"state": SlotState.STALLED}, {"session": "s2"}, {"start": 2}, {"attempts": 2}, {"error": "away"}]
 )
