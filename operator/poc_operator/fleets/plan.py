@@ -306,14 +306,15 @@ def _held(seen: FleetSnapshot, wanted: Sequence[Object]) -> Sequence[Object]:
 
 def _with_partition(seen: FleetSnapshot, body: Object) -> Object:
     found = seen.groups
-    if found is None or not _is_observed(found) or not covers(template_of(found), template_of(body)):
-        # Another template begins with all leaders as they are. While Kubernetes has yet to see it, nothing moves.
+    if found is None or not seen.is_observed or not covers(template_of(found), template_of(body)):
+        # Another template begins with all leaders as they are. Until the StatefulSet has seen it too, nothing moves:
+        # what that tells of its revisions is about the template before.
         moves = found is not None and covers(template_of(found), template_of(body))
         return signed(with_partition(body, partition_in(found) if found is not None and moves else HELD))
     partition = partition_of(
+        seen.fleet,
         seen.stateful_set,
         partition_in(found),
-        seen.fleet.spec.replicas,
         [(ordinal_of(pod.name), pod) for pod in seen.own],
         revision_label=REVISION_LABEL,
         leaving=frozenset(name for name, revision in seen.evicted_names.items() if revision == seen.newest),

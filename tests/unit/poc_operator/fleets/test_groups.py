@@ -138,7 +138,8 @@ def test_no_leader_is_replaced_that_serves_or_is_not_seen(
     ]
     evicted = frozenset(pod.name for number, pod in seen if pods[number][1] == "evicted")
     status = {"updateRevision": NEW, "currentRevision": NEW if done else OLD}
-    found = partition_of({"status": status}, present, len(pods), seen, revision_label=REVISION_LABEL, leaving=evicted)
+    fleet, leaders = spanning(replicas=len(pods), update={"canary": False}), {"status": status}
+    found = partition_of(fleet, leaders, present, seen, revision_label=REVISION_LABEL, leaving=evicted)
     if done:
         assert found == HELD
         return
