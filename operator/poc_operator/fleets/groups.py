@@ -139,29 +139,35 @@ def partition_of(
     present: int,
     pods: Iterable[tuple[int, PodView]],
     *,
-    revision_label: str,
-    leaving: frozenset[str],
+    evicted: frozenset[str],
+    names: Mapping[str, str],
 ) -> int:
     """Return the partition for a LeaderWorkerSet whose template is as it is wanted.
 
     ``leaders`` is its StatefulSet of leaders, ``present`` its partition so far, and ``pods`` are the leaders with their
-    numbers. It goes down past leaders that have the newest revision or are on their way out. ``leaving`` has the names
-    of those that were evicted a moment ago: one that came back since has the template of before, and goes once more.
-    It never goes past a leader that is not seen: what is not seen may serve. Until the canary has passed, leaders that
-    go by themselves come back with the template of before.
+    numbers. It goes down past leaders that have the newest revision or are on their way out. ``evicted`` are those that
+    were evicted a moment ago, and ``names`` has their names, with the revisions for which they went: one that came back
+    since has the template of before, and goes once more. It never goes past a leader that is not seen: what is not seen
+    may serve. It goes up again for one that came back and serves by now. Until the canary has passed, leaders that go
+    by themselves come back with the template of before.
     """
     status = (leaders or {}).get("status") or {}
     newest = status.get("updateRevision")
     if not newest or status.get("currentRevision") == newest:
         return HELD
-    seen, replicas, tried = dict(pods), fleet.spec.replicas, _tried(fleet)
-    partition = min(present, replicas)
-    while partition > 0 and (pod := seen.get(partition - 1)) is not None:
-        goes = pod.name in leaving or (not pod.stays and tried in (None, pod.name))
-        if not goes and pod.labels.get(revision_label) != newest:
-            break
-        partition -= 1
-    return partition if partition < replicas else present
+    seen, tried = dict(pods), _tried(fleet)
+    for number in reversed(range(fleet.spec.replicas)):
+        pod = seen.get(number)
+        if pod is None:
+            stays = number < present
+        elif pod.revision == newest or (number >= present and not pod.ready):
+            stays = False
+        else:
+            goes = names.get(pod.name) == newest and (pod.uid in evicted or not pod.ready)
+            stays = not goes and (pod.stays or tried not in (None, pod.name))
+        if stays:
+            return number + 1 if number + 1 < fleet.spec.replicas else HELD
+    return 0
 
 
 def _tried(fleet: PoCFleet) -> str | None:

@@ -38,7 +38,7 @@ from poc_operator.fleets.rollback import (
 from poc_operator.fleets.stages import GpuErrors, Nodes, with_stages
 from poc_operator.fleets.strangers import foreign, is_own, strangers, strangers_came
 from poc_operator.fleets.update import UpdateSeen, UpdateStep, plan_update
-from poc_operator.observed import REVISION_LABEL, PodView
+from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import WorkEvent, in_order, ordinal_of
 
 #: Kind and name of an object of the fleet's namespace.
@@ -316,8 +316,8 @@ def _with_partition(seen: FleetSnapshot, body: Object) -> Object:
         seen.stateful_set,
         partition_in(found),
         [(ordinal_of(pod.name), pod) for pod in seen.own],
-        revision_label=REVISION_LABEL,
-        leaving=frozenset(name for name, revision in seen.evicted_names.items() if revision == seen.newest),
+        evicted=seen.evicted,
+        names=seen.evicted_names,
     )
     return signed(with_partition(body, partition))
 

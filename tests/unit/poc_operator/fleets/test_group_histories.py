@@ -355,7 +355,7 @@ ABSENCES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, REPLICAS - 1), 
 
 
 @given(absences=ABSENCES, grace=st.integers(0, 1))
-@settings(max_examples=HISTORIES // 8, deadline=None)
+@settings(max_examples=HISTORIES // 20, deadline=None)
 @example(absences=[(1, REPLICAS - 1, 30)], grace=0)
 @example(absences=[(6, REPLICAS - 1, 2)], grace=0)
 @example(absences=[(6, REPLICAS - 1, 28)], grace=1)
@@ -374,7 +374,7 @@ def test_a_good_template_is_not_blamed_for_nodes_of_leaders(absences: list[tuple
     assert world.status["update"]["phase"] == "Complete"
 
 
-@pytest.mark.parametrize("lag", range(6))
+@pytest.mark.parametrize("lag", [0, 3, 5])
 def test_a_third_template_replaces_nobody_before_the_stateful_set_knows_of_it(lag: int) -> None:
     """Until then its status is about the second one, which some leaders have."""
     world = prepared(update_of(1), {})
@@ -394,7 +394,7 @@ def test_a_third_template_replaces_nobody_before_the_stateful_set_knows_of_it(la
     assert {world.value_of(pod.revision) for pod in world.pods.values()} == {"v2"}
 
 
-@pytest.mark.parametrize("turns", range(2, 9))
+@pytest.mark.parametrize("turns", [3, 6])
 def test_a_group_that_fails_beside_the_canary_keeps_its_template(turns: int) -> None:
     world = prepared(update_of(2), {"v1": "crashes"}, grace=2)
     world.value = "v1"
@@ -405,7 +405,7 @@ def test_a_group_that_fails_beside_the_canary_keeps_its_template(turns: int) -> 
     assert world.status["update"]["phase"] == "Failed"
 
 
-@pytest.mark.parametrize("turns", [10, 30, 60])
+@pytest.mark.parametrize("turns", [30, 60])
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_canary_that_waits_for_a_node_has_its_time_from_then_on(turns: int, bad: bool) -> None:
     world = prepared(update_of(1), {"v1": "crashes"} if bad else {})
@@ -418,6 +418,25 @@ def test_a_canary_that_waits_for_a_node_has_its_time_from_then_on(turns: int, ba
     assert any(world.rests(world.turn()) for _ in range(CALM))
     assert ("Failed" in world.phases) is bad
     assert {world.value_of(pod.revision) for pod in world.pods.values()} == {"v0" if bad else "v1"}
+
+
+def test_a_group_that_came_back_too_early_keeps_its_slot() -> None:
+    """It has the former template, and the StatefulSet would replace it once those with higher numbers are ready."""
+    world = prepared(update_of(2), {})
+    world.value = "v1"
+    while world.status["update"]["phase"] != "Rolling":
+        world.turn()
+    world.begin_round([])
+    while not world.ready(1):
+        world.turn()
+    assert world.value_of(world.pods[1].revision) == "v0"
+    world.begin_round([world.pods[1].uid])
+    for _ in range(20):
+        world.turn()
+    assert world.value_of(world.pods[1].revision) == "v0"
+    world.end_rounds()
+    assert any(world.rests(world.turn()) for _ in range(CALM))
+    assert {world.value_of(pod.revision) for pod in world.pods.values()} == {"v1"}
 
 
 def update_of(limit: int) -> dict[str, Any]:
@@ -464,7 +483,7 @@ def befall_operator(world: Groups, action: str, number: int) -> None:
 
 
 @given(data=st.data(), update=UPDATES, bad=st.lists(BAD, min_size=3, max_size=3), eager=st.booleans())
-@settings(max_examples=HISTORIES // 4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=HISTORIES // 10, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_history_of_groups_takes_more_than_it_may(
     data: st.DataObject, update: dict[str, Any], bad: list[str], eager: bool
 ) -> None:
