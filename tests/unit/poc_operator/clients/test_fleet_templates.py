@@ -11,7 +11,7 @@ from poc_operator.clients.kube.fleet_objects import FleetObjects
 from tests.support.fakes.kube_api import answering
 
 REVISIONS = "/apis/apps/v1/namespaces/ns/controllerrevisions"
-BOTH = {"leaderTemplate": {"metadata": {}}, "workerTemplate": {"metadata": {}}}
+BOTH: dict[str, Any] = {"leaderTemplate": {"metadata": {}}, "workerTemplate": {"metadata": {}}}
 
 
 def revision(template: Any) -> Any:  # noqa: ANN401

@@ -182,7 +182,7 @@ def test_leaders_are_replaced_by_their_numbers_and_the_partition_follows() -> No
     pods = [a_pod(0, ready=False, waiting_for="CrashLoopBackOff"), a_pod(1), a_pod(2)]
     step = updating([a_pod(0), a_pod(1), a_pod(2)])
     assert (partition(step), [one.pod.name for one in step.evict]) == (None, ["demo-2"])
-    gone = {"evicted_names": {"demo-2": NEW}}
+    gone: Any = {"evicted_names": {"demo-2": NEW}}
     assert partition(updating([a_pod(0), a_pod(1), a_pod(2)], evicted=frozenset(["u2-demo-old"]), **gone)) == 2
     # One that came back before the partition was lowered goes once more, unless it serves by now.
     back = a_pod(2, ready=False)
