@@ -13,7 +13,9 @@ the template of before. So leaders get a new template by their numbers, the high
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from poc_operator.apis.v1alpha1.fleet import MAX_REPLICAS
+from poc_operator.apis.v1alpha1.fleet import MAX_REPLICAS, PoCFleet
+from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase
+from poc_operator.apis.v1alpha1.fleet_upkeep import UpdateStrategy
 from poc_operator.apis.v1alpha1.meta import COMPONENT, FLEET_LABEL, GROUPS_LABEL
 from poc_operator.fleets.merge import PatchError, without_volume
 from poc_operator.fleets.resolve import TOKEN_VOLUME
@@ -23,6 +25,10 @@ Object = dict[str, Any]
 
 #: A partition that keeps every leader as it is.
 HELD = MAX_REPLICAS
+#: Phases of an update whose template has passed, or is the last good one.
+_TRIED = (UpdatePhase.ROLLING, UpdatePhase.STOPPED, UpdatePhase.FAILED)
+#: Labels and annotations that LeaderWorkerSet gives to leaders.
+_OF_SETS = "leaderworkerset.sigs.k8s.io/"
 _RANK = "--node-rank"
 _LEADER_RANK = f"{_RANK}=0"
 #: Variables of the PoC routes, which workers do not serve.
@@ -59,14 +65,28 @@ def group_spec(template: Object, container: str, nodes: int, replicas: int) -> O
         },
         # A Service for each group: that of the fleet's name is for chat.
         "networkConfig": {"subdomainPolicy": "UniquePerReplica"},
-        "leaderWorkerTemplate": {
-            "size": nodes,
-            # vLLM's processes do not find each other again when one of them was restarted.
-            "restartPolicy": "RecreateGroupOnPodRestart",
-            "leaderTemplate": template,
-            "workerTemplate": _worker_template(template, container),
-        },
+        "leaderWorkerTemplate": both_templates(template, container, nodes),
     }
+
+
+def both_templates(leader: Object, container: str, nodes: int) -> Object:
+    """Return the field of a LeaderWorkerSet with the templates of leaders and workers. PatchError as above."""
+    return {
+        "size": nodes,
+        # vLLM's processes do not find each other again when one of them was restarted.
+        "restartPolicy": "RecreateGroupOnPodRestart",
+        "leaderTemplate": leader,
+        "workerTemplate": _worker_template(leader, container),
+    }
+
+
+def leader_template(revision: Object) -> Object:
+    """Return the template of leaders as it was wanted, of that which their StatefulSet has."""
+    metadata = dict(revision["metadata"])
+    for field in ("labels", "annotations"):
+        own = {key: value for key, value in (metadata.pop(field, None) or {}).items() if not key.startswith(_OF_SETS)}
+        metadata |= {field: own} if own else {}
+    return {**revision, "metadata": metadata}
 
 
 def _worker_template(leader: Object, container: str) -> Object:
@@ -114,32 +134,48 @@ def group_ingress(name: str) -> list[Object]:
 
 
 def partition_of(
+    fleet: PoCFleet,
     leaders: Mapping[str, Any] | None,
     present: int,
-    replicas: int,
     pods: Iterable[tuple[int, PodView]],
     *,
-    revision_label: str,
-    leaving: frozenset[str],
+    evicted: frozenset[str],
+    names: Mapping[str, str],
 ) -> int:
     """Return the partition for a LeaderWorkerSet whose template is as it is wanted.
 
     ``leaders`` is its StatefulSet of leaders, ``present`` its partition so far, and ``pods`` are the leaders with their
-    numbers. It goes down past leaders that have the newest revision or are on their way out. ``leaving`` has the names
-    of those that were evicted a moment ago: one that came back since has the template of before, and goes once more.
-    It never goes past a leader that is not seen: what is not seen may serve.
+    numbers. It goes down past leaders that have the newest revision or are on their way out. ``evicted`` are those that
+    were evicted a moment ago, and ``names`` has their names, with the revisions for which they went: one that came back
+    since has the template of before, and goes once more. It never goes past a leader that is not seen: what is not seen
+    may serve. It goes up again for one that came back and serves by now. Until the canary has passed, leaders that go
+    by themselves come back with the template of before.
     """
     status = (leaders or {}).get("status") or {}
     newest = status.get("updateRevision")
     if not newest or status.get("currentRevision") == newest:
         return HELD
-    seen = dict(pods)
-    partition = min(present, replicas)
-    while partition > 0 and (pod := seen.get(partition - 1)) is not None:
-        if pod.stays and pod.name not in leaving and pod.labels.get(revision_label) != newest:
-            break
-        partition -= 1
-    return partition if partition < replicas else present
+    seen, tried = dict(pods), _tried(fleet)
+    for number in reversed(range(fleet.spec.replicas)):
+        pod = seen.get(number)
+        if pod is None:
+            stays = number < present
+        elif pod.revision == newest or (number >= present and not pod.ready):
+            stays = False
+        else:
+            goes = names.get(pod.name) == newest and (pod.uid in evicted or not pod.ready)
+            stays = not goes and (pod.stays or tried not in (None, pod.name))
+        if stays:
+            return number + 1 if number + 1 < fleet.spec.replicas else HELD
+    return 0
+
+
+def _tried(fleet: PoCFleet) -> str | None:
+    """Return the name of the leader on which a template is tried; None if all may have it."""
+    spec, told = fleet.spec.update, fleet.status.update
+    if not spec.canary or spec.strategy is UpdateStrategy.NEVER or told.phase in _TRIED:
+        return None
+    return told.canary
 
 
 def with_partition(body: Object, partition: int) -> Object:

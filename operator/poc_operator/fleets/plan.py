@@ -38,7 +38,7 @@ from poc_operator.fleets.rollback import (
 from poc_operator.fleets.stages import GpuErrors, Nodes, with_stages
 from poc_operator.fleets.strangers import foreign, is_own, strangers, strangers_came
 from poc_operator.fleets.update import UpdateSeen, UpdateStep, plan_update
-from poc_operator.observed import REVISION_LABEL, PodView
+from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import WorkEvent, in_order, ordinal_of
 
 #: Kind and name of an object of the fleet's namespace.
@@ -305,17 +305,18 @@ def _held(seen: FleetSnapshot, wanted: Sequence[Object]) -> Sequence[Object]:
 
 def _with_partition(seen: FleetSnapshot, body: Object) -> Object:
     found = seen.groups
-    if found is None or not _is_observed(found) or not covers(template_of(found), template_of(body)):
-        # Another template begins with all leaders as they are. While Kubernetes has yet to see it, nothing moves.
+    if found is None or not seen.is_observed or not covers(template_of(found), template_of(body)):
+        # Another template begins with all leaders as they are. Until the StatefulSet has seen it too, nothing moves:
+        # what that tells of its revisions is about the template before.
         moves = found is not None and covers(template_of(found), template_of(body))
         return signed(with_partition(body, partition_in(found) if found is not None and moves else HELD))
     partition = partition_of(
+        seen.fleet,
         seen.stateful_set,
         partition_in(found),
-        seen.fleet.spec.replicas,
         [(ordinal_of(pod.name), pod) for pod in seen.own],
-        revision_label=REVISION_LABEL,
-        leaving=frozenset(name for name, revision in seen.evicted_names.items() if revision == seen.newest),
+        evicted=seen.evicted,
+        names=seen.evicted_names,
     )
     return signed(with_partition(body, partition))
 

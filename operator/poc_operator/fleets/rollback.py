@@ -12,9 +12,9 @@ from typing import Any
 from poc_operator.apis.v1alpha1.fleet_update import FailedUpdate, UpdateStatus
 from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod
 from poc_operator.fleets.checked_pods import CANNOT_CHECK
-from poc_operator.fleets.groups import without_nulls
-from poc_operator.fleets.render import Object, signed
-from poc_operator.fleets.stages import Nodes, is_homeless, is_late, why_not_running
+from poc_operator.fleets.groups import both_templates, leader_template, without_nulls
+from poc_operator.fleets.render import CONTAINER, HASH, Object, signed
+from poc_operator.fleets.stages import Nodes, is_homeless, is_late, is_on_lost_node, why_not_running
 from poc_operator.observed import PodView
 
 #: So many differences are named in a message, each with so many characters of a value.
@@ -83,6 +83,10 @@ class Trial:
         """Whether a pod is to show that its template works. One that no Kubernetes node has room for shows nothing."""
         return not is_homeless(pod, self.now) or self._is_left_out(pod)
 
+    def has_no_node(self, pod: PodView) -> bool:
+        """Whether a pod has no Kubernetes node that is well. A new one has none for a moment, which does not count."""
+        return is_homeless(pod, self.now) or is_on_lost_node(pod, self.nodes)
+
     def _is_left_out(self, pod: PodView) -> bool:
         """Whether a pod has no Kubernetes node, and that is its template's fault.
 
@@ -130,8 +134,11 @@ def _template_field(workload: Mapping[str, Any]) -> str:
 
 def server_template_of(workload: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the template of the pods that serve."""
-    found = template_of(workload)
-    leaders: Mapping[str, Any] = found.get("leaderTemplate", found)
+    return _of_servers(template_of(workload))
+
+
+def _of_servers(template: Mapping[str, Any]) -> Mapping[str, Any]:
+    leaders: Mapping[str, Any] = template.get("leaderTemplate", template)
     return leaders
 
 
@@ -142,18 +149,27 @@ def digest_of(workload: Mapping[str, Any]) -> str:
 
 
 def with_template(workload: Object, template: Mapping[str, Any]) -> Object:
-    """Return a StatefulSet or LeaderWorkerSet with the template of a ControllerRevision."""
+    """Return a StatefulSet or LeaderWorkerSet with the template of a ControllerRevision.
+
+    A LeaderWorkerSet forgets its own once all leaders are ready. Workers are made from that of their leaders then.
+    """
     kept = {key: value for key, value in template.items() if not key.startswith("$")}
     field = _template_field(workload)
-    return signed({**workload, "spec": {**workload["spec"], field: without_nulls(kept) if field == _BOTH else kept}})
+    if field == _BOTH:
+        kept = without_nulls(kept)
+        if "leaderTemplate" not in kept:
+            kept = both_templates(leader_template(kept), CONTAINER, template_of(workload)["size"])
+    return signed({**workload, "spec": {**workload["spec"], field: kept}})
 
 
 def differences(good: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """Say in which fields of what is wanted a template differs from a good one, the first few of them.
 
-    What the API server has set in the good one beside does not count.
+    What the API server has set in the good one beside does not count. Nor do templates of workers, which follow their
+    leader's, and its digest.
     """
-    before, after = dict(_fields(good, "")), dict(_fields(wanted, ""))
+    before, after = dict(_fields(_of_servers(good), "")), dict(_fields(_of_servers(wanted), ""))
+    after.pop(f"metadata.annotations.{HASH}", None)
     found = [_difference(path, before.get(path), value) for path, value in after.items() if before.get(path) != value]
     found += [f"{path} is gone" for path in dict.fromkeys(_items(before)) if path not in {*_items(after)}]
     more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""

@@ -110,10 +110,15 @@ def node_fault(pod: PodView, nodes: Nodes) -> str:
     """Say why a pod that is not ready waits for its Kubernetes node; empty if it does not, or has none yet."""
     if pod.ready or not pod.node:
         return ""
-    known = nodes.get(pod.node)
-    if known is not None and not known.ready:
+    if is_on_lost_node(pod, nodes):
         return f"Kubernetes node {pod.node} is not ready"
     return "" if pod.taken else f"the kubelet of {pod.node} has not taken it yet"
+
+
+def is_on_lost_node(pod: PodView, nodes: Nodes) -> bool:
+    """Whether a pod has a Kubernetes node that is not ready."""
+    known = nodes.get(pod.node)
+    return known is not None and not known.ready
 
 
 def is_hopeless(pod: PodView, nodes: Nodes, now: datetime) -> bool:

@@ -233,10 +233,10 @@ class _View:
         """Remember since when the first pod with the newest revision is waited for, or, ready, cannot be checked."""
         if self._missing and not (self.seen.by_number or self.proving or self.awaits_canary or self._is_stranded):
             self.old = self.begun.model_copy(update={"canary": self._missing[-1]})
-        awaited = self.updated if self.seen.by_number else self.awaits_canary
+        awaited = self.awaits_canary or (self.seen.by_number and self.updated)
         since = self.old.canary_time
         refused = [pod for pod in self.updated if self.trial.is_refused(pod)]
-        if self._must_end_first:
+        if self._is_held_up:
             self.old = self.old.model_copy(update={"canary_time": None})
         elif (awaited and since is None) or (refused and (since is None or any(is_newer(p, since) for p in refused))):
             self.old = self.old.model_copy(update={"canary_time": self.seen.now})
@@ -259,13 +259,16 @@ class _View:
         return self.old.model_copy(update=found)
 
     @property
-    def _must_end_first(self) -> bool:
-        """Whether the pod that has the canary's name has yet to end, as on a lost Kubernetes node."""
-        return not self.seen.by_number and self.awaits_canary and self._canary_exists
+    def _is_held_up(self) -> bool:
+        """Whether the canary's time does not count: an old pod has yet to end, or a group has no node that is well."""
+        if not self.seen.by_number:
+            return self.awaits_canary and bool(self._named)
+        ends = any(pod.terminating and pod.revision != self.seen.newest for pod in self._named)
+        return ends or any(map(self.trial.has_no_node, (*self._named, *self.updated)))
 
     @property
-    def _canary_exists(self) -> bool:
-        return any(pod.name == self.old.canary for pod in self.seen.pods)
+    def _named(self) -> Sequence[PodView]:
+        return [pod for pod in self.seen.pods if pod.name == self.old.canary]
 
     @property
     def awaits_canary(self) -> bool:
@@ -277,21 +280,18 @@ class _View:
     @property
     def _is_stranded(self) -> bool:
         """Whether the pod that has the canary's name cannot end, since its Kubernetes node is not well."""
-        ending = (pod for pod in self.seen.pods if pod.name == self.old.canary and pod.terminating)
-        return any(node_fault(pod, self.seen.nodes) for pod in ending)
+        return any(pod.terminating and node_fault(pod, self.seen.nodes) for pod in self._named)
 
     def why_late(self) -> str | None:
         """Say why no pod with the newest revision has come up: it is not created, or its group is made anew again."""
         since, limit = self.old.canary_time, self.seen.startup_limit + self.seen.grace
-        if since is None or any(pod.ready for pod in self.updated):
-            return None
-        if self.seen.now - since <= timedelta(seconds=limit):
+        if since is None or any(pod.ready for pod in self.updated) or self.seen.now - since <= timedelta(seconds=limit):
             return None
         canary, nodes = self.old.canary, self.seen.nodes
         if self.proving:
             crashes = self.seen.by_number and all(pod.node and not node_fault(pod, nodes) for pod in self.proving)
             return f"pod {canary or 'with it'} was not ready within {limit} s: its group may crash" if crashes else None
-        if not self.awaits_canary or self._canary_exists:
+        if not self.awaits_canary or self._named:
             return None
         maker = "LeaderWorkerSet" if self.seen.by_number else "StatefulSet"
         return f"pod {canary} was not created within {limit} s: the events of its {maker} say why"
@@ -453,7 +453,7 @@ def _canary(view: _View, events: Sequence[WorkEvent]) -> UpdateStep:
         message = view.progress(f"canary: {view.waiting_for_pods()}")
         return UpdateStep(status=view.status(UpdatePhase.CANARY, message, view.old.canary), events=events, moves=True)
     chosen, doing = view.evictions(1)
-    if chosen or all(pod.name != view.old.canary for pod in view.updated):
+    if chosen or (view.pods and all(pod.name != view.old.canary for pod in view.updated)):
         view.old = view.canary_of(chosen[0].pod) if chosen else view.begun
     status = view.status(UpdatePhase.CANARY, view.progress(f"canary: {doing}"), view.old.canary)
     return UpdateStep(status=status, evict=chosen, events=events)

@@ -166,7 +166,8 @@ class FleetObjects:
     async def template(self, namespace: str, revision: str) -> Object | None:
         """Return the pods' template of a StatefulSet's revision; None if there is no such revision any more.
 
-        Of a StatefulSet of leaders it is the field of the LeaderWorkerSet that has both templates.
+        Of a StatefulSet of leaders it is the field of the LeaderWorkerSet that has both templates, for as long as that
+        keeps its own revision.
         """
         try:
             found = await self._request("GET", f"/apis/apps/v1/namespaces/{namespace}/controllerrevisions/{revision}")
@@ -174,7 +175,8 @@ class FleetObjects:
             return None
         template: Object = found["data"]["spec"]["template"]
         key = (template["metadata"].get("labels") or {}).get(GROUPS_REVISION_LABEL)
-        return template if key is None else await self._group_template(namespace, key)
+        both = await self._group_template(namespace, key) if key is not None else None
+        return both or template
 
     async def _group_template(self, namespace: str, key: str) -> Object | None:
         """Return the templates of a LeaderWorkerSet's revision, as the field of its spec that has both."""

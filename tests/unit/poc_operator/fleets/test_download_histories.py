@@ -19,7 +19,7 @@ from poc_operator.fleets.download import DownloadSeen
 from poc_operator.fleets.plan import FleetStep, key_of
 from tests.unit.poc_operator.build import HISTORIES
 from tests.unit.poc_operator.fleets.test_download import DONE, FAILED, RUNNING
-from tests.unit.poc_operator.fleets.test_update_histories import (
+from tests.unit.poc_operator.fleets.world import (
     ASKED,
     BAD,
     BROKEN,

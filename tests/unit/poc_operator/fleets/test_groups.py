@@ -15,7 +15,7 @@ from poc_operator.fleets.groups import HELD, partition_of, with_partition, witho
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
 from poc_operator.fleets.render import signed
 from poc_operator.fleets.resolve import TOKEN_VOLUME
-from poc_operator.observed import REVISION_LABEL, PodView
+from poc_operator.observed import PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
 from tests.unit.poc_operator.fleets.test_update import GOOD, NEW, OLD, a_pod
@@ -123,7 +123,8 @@ def test_a_cluster_without_leader_worker_sets_is_told() -> None:
 
 
 PODS = st.lists(
-    st.tuples(st.sampled_from([OLD, NEW]), st.sampled_from(["serves", "leaves", "evicted", "unseen"])), max_size=6
+    st.tuples(st.sampled_from([OLD, NEW]), st.sampled_from(["serves", "loads", "leaves", "evicted", "back", "unseen"])),
+    max_size=6,
 )
 
 
@@ -132,19 +133,23 @@ def test_no_leader_is_replaced_that_serves_or_is_not_seen(
     pods: list[tuple[str, str]], present: int, done: bool
 ) -> None:
     seen = [
-        (number, replace(a_pod(number, revision), terminating=how == "leaves"))
+        (number, replace(a_pod(number, revision, ready=how not in ("loads", "back")), terminating=how == "leaves"))
         for number, (revision, how) in enumerate(pods)
         if how != "unseen"
     ]
-    evicted = frozenset(pod.name for number, pod in seen if pods[number][1] == "evicted")
-    status = {"updateRevision": NEW, "currentRevision": NEW if done else OLD}
-    found = partition_of({"status": status}, present, len(pods), seen, revision_label=REVISION_LABEL, leaving=evicted)
+    evicted = frozenset(pod.uid for number, pod in seen if pods[number][1] == "evicted")
+    names = {pod.name: NEW for number, pod in seen if pods[number][1] in ("evicted", "back")}
+    fleet, leaders = spanning(replicas=len(pods), update={"canary": False}), {"updateRevision": NEW}
+    leaders["currentRevision"] = NEW if done else OLD
+    found = partition_of(fleet, {"status": leaders}, present, seen, evicted=evicted, names=names)
     if done:
         assert found == HELD
         return
-    assert found <= present
+    assert not [how for revision, how in pods[found:] if revision == OLD and how == "serves"]
     passed = pods[found : min(present, len(pods))]
-    assert all(how != "unseen" and (revision == NEW or how != "serves") for revision, how in passed)
+    assert all(how != "unseen" and (revision == NEW or how != "loads") for revision, how in passed)
+    if present < found < HELD:  # it goes up for nobody else
+        assert pods[found - 1] == (OLD, "serves")
 
 
 def seen_by_kubernetes(fleet: PoCFleet, partition: int = HELD) -> dict[Key, Any]:
@@ -177,8 +182,13 @@ def test_leaders_are_replaced_by_their_numbers_and_the_partition_follows() -> No
     pods = [a_pod(0, ready=False, waiting_for="CrashLoopBackOff"), a_pod(1), a_pod(2)]
     step = updating([a_pod(0), a_pod(1), a_pod(2)])
     assert (partition(step), [one.pod.name for one in step.evict]) == (None, ["demo-2"])
-    step = updating([a_pod(0), a_pod(1), a_pod(2)], evicted_names={"demo-2": NEW})
-    assert partition(step) == 2
+    gone: Any = {"evicted_names": {"demo-2": NEW}}
+    assert partition(updating([a_pod(0), a_pod(1), a_pod(2)], evicted=frozenset(["u2-demo-old"]), **gone)) == 2
+    # One that came back before the partition was lowered goes once more, unless it serves by now.
+    back = a_pod(2, ready=False)
+    assert partition(updating([a_pod(0), a_pod(1), back], **gone)) == 2
+    assert partition(updating([a_pod(0), a_pod(1), a_pod(2)], **gone)) is None
+    assert partition(updating([a_pod(0), a_pod(1), a_pod(2)], partition=1)) == HELD
     # One that was evicted for another template, or since it hung, came back and serves.
     for revision in ("demo-before", ""):
         assert partition(updating([a_pod(0), a_pod(1), a_pod(2)], evicted_names={"demo-2": revision})) is None
