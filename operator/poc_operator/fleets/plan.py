@@ -167,7 +167,7 @@ class _Wanted:
     objects: Sequence[Object]
     download: Download | None
     asked: Object
-    startup_seconds: int
+    limit: int
     delete: Sequence[Mapping[str, Any]] = ()
 
 
@@ -367,7 +367,7 @@ def _update_seen(seen: FleetSnapshot, wanted: _Wanted, asked: Object | None, *, 
         # Until the good template is back, what comes anew would have the failed one.
         settled=settled and not (failed is not None and update.good_revision and seen.newest == failed.revision),
         digest=digest,
-        startup_limit=wanted.startup_seconds,
+        startup_limit=wanted.limit,
         grace=grace if isinstance(grace, int) else fleet.spec.termination_grace_period_seconds,
         checks={pod.uid: pod for pod in old.pods},
         work=seen.work,
@@ -407,8 +407,7 @@ def _wanted(seen: FleetSnapshot, resolved: Resolved) -> _Wanted | Refusal:
     (asked,) = filter(_is_workload, wanted)
     now = [body for body in wanted if not (ahead.holds and body is asked)]
     now += [ahead.job] if ahead.job is not None else []
-    limit = resolved.startup_seconds
-    return _Wanted(objects=now, download=ahead.record, asked=asked, startup_seconds=limit, delete=unwanted)
+    return _Wanted(objects=now, download=ahead.record, asked=asked, limit=resolved.startup_seconds, delete=unwanted)
 
 
 def _differs(seen: FleetSnapshot, wanted: Object) -> bool:
