@@ -13,10 +13,11 @@ from datetime import datetime, timedelta
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase
-from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod, Restart
+from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod, Restart
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.fleets.forecast import Eviction, Spares, WorkOnPods, blocker, remembered, replacement_seconds
+from poc_operator.fleets.forecast import Eviction, Spares, blocker, remembered, replacement_seconds
 from poc_operator.fleets.progress import Watched, hung
+from poc_operator.fleets.update import UpdateSeen
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import WorkEvent
 
@@ -45,15 +46,12 @@ class Sight:
     """What is seen of a fleet's pods.
 
     ``health`` is what was seen of their engines, and ``refused`` why they could not be evicted, by their uids.
-    ``newest`` is the revision of the pods that are created from now on. ``startup_limit`` is how many seconds one may
-    load, and ``work`` are the objects that select them.
+    ``update`` is what an update sees; without one, as while the spec is refused, no pod goes that computes.
     """
 
     health: Mapping[str, Watched] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
-    work: Sequence[WorkOnPods] = ()
-    newest: str = ""
-    startup_limit: int = 0
+    update: UpdateSeen | None = None
 
 
 @dataclass(frozen=True)
@@ -78,17 +76,21 @@ def heal(fleet: PoCFleet, pods: Iterable[PodView], seen: Sight, now: datetime) -
     found = [case for pod in own if pod.ready and (case := _case(fleet, pod, seen))]
     if not spec.enabled:
         return _told(kept, [(case, "healing.enabled is false") for case in found])
-    waits = {case.pod.uid: _kept_back(fleet, case.pod, own, seen, now) for case in found if not case.hangs}
+    stuck = frozenset(case.pod.uid for case in found if case.hangs)
+    waits = {case.pod.uid: _kept_back(case.pod, own, stuck, seen.update) for case in found if not case.hangs}
     due = [case for case in found if waits.get(case.pod.uid) is None]
-    new = [_restart(case, now) for case in due if case.pod.uid not in recorded]
-    if len(kept) >= spec.restarts_per_hour or any(case.pod.uid in recorded for case in due):
+    new = [case for case in due if case.pod.uid not in recorded and (case.hangs or case.pod.uid not in seen.refused)]
+    # A pod that was to go and is kept back has used nothing of the budget.
+    unspent = {pod.uid for pod in own} - {case.pod.uid for case in due}
+    spent = [restart.uid for restart in kept if restart.uid not in unspent]
+    if len(spent) >= spec.restarts_per_hour or any(case.pod.uid in recorded for case in due):
         new = []
-    going = {restart.uid for restart in new[:1]} | recorded
+    going = {*spent, *(case.pod.uid for case in new[:1])}
     evict = [
         Eviction(case.pod, Spares.NOTHING if case.hangs else Spares.WORK) for case in due if case.pod.uid in recorded
     ]
     told = [(case, waits.get(case.pod.uid) or _next(case, fleet, going, seen.refused)) for case in found]
-    return _told([*kept, *new[:1]], told, evict, moves=bool(new))
+    return _told([*kept, *(_restart(case, now) for case in new[:1])], told, evict, moves=bool(new))
 
 
 def _case(fleet: PoCFleet, pod: PodView, seen: Sight) -> _Case | None:
@@ -102,16 +104,20 @@ def _case(fleet: PoCFleet, pod: PodView, seen: Sight) -> _Case | None:
     return _Case(pod, hangs, errors) if hangs or errors else None
 
 
-def _kept_back(fleet: PoCFleet, pod: PodView, pods: Sequence[PodView], seen: Sight, now: datetime) -> str | None:
+def _kept_back(pod: PodView, pods: Sequence[PodView], stuck: frozenset[str], update: UpdateSeen | None) -> str | None:
     """Say what a pod that computes waits for before it may be replaced; None if it may be."""
-    update = fleet.status.update
-    if update.phase is not UpdatePhase.COMPLETE or any(one.revision != seen.newest for one in pods):
-        return "it stays while pods have another template than the newest"
-    if len(pods) < fleet.spec.replicas or not all(one.ready for one in pods):
+    is_over = update is not None and update.settled and update.old.phase in (UpdatePhase.COMPLETE, UpdatePhase.FAILED)
+    if update is None or not is_over or any(one.revision != update.newest for one in pods):
+        return "it stays while pods may get another template"
+    others = [one for one in pods if one is not pod]
+    if len(pods) < update.replicas or not all(one.ready and one.uid not in stuck for one in others):
         return "it stays until all other pods are ready"
-    grace = fleet.spec.termination_grace_period_seconds
-    need = replacement_seconds(update.startup_seconds, limit=seen.startup_limit, grace=grace)
-    waits = blocker(remembered(update.rounds, seen.work, now), seen.work, [pod], now, need)
+    passed = {uid for uid, check in update.checks.items() if check.result is CheckResult.PASSED}
+    if update.checks_pods and not all(one.uid in passed for one in others):
+        return "it stays until all other pods have passed their self-check"
+    need = replacement_seconds(update.old.startup_seconds, limit=update.startup_limit, grace=update.grace)
+    needed = [one for one in update.work if one.needs(pod)]
+    waits = blocker(remembered(update.old.rounds, update.work, update.now), needed, [pod], update.now, need)
     return f"it stays, waiting for {waits}" if waits is not None else None
 
 
@@ -145,15 +151,25 @@ def _next(case: _Case, fleet: PoCFleet, going: set[str], refused: Mapping[str, s
     return "it is evicted after the other one"
 
 
+def beside(sick: Sequence[Eviction], outdated: Sequence[Eviction], unevicted: Mapping[str, str]) -> Sequence[Eviction]:
+    """Return which of an update's evictions go beside those of sick pods: as a rule none, since these are away as well.
+
+    While Kubernetes lets none of the sick go, old pods that are not ready do: its budget may wait for them.
+    ``unevicted`` says why pods could not be evicted, by their uids.
+    """
+    if any(one.pod.uid not in unevicted for one in sick):
+        return ()
+    return [one for one in outdated if not (sick and one.pod.ready)]
+
+
 def restarted(restart: Restart) -> WorkEvent:
     """Return the Event for a pod that is to be replaced."""
-    if restart.reason == Reason.GPU_FAULTY:
-        cordon = f"`kubectl cordon {restart.node}` keeps the next one away from these GPUs"
-        return WorkEvent(
-            reason=Reason.GPU_FAULTY, message=f"{restart.name} is evicted: {restart.message}; {cordon}", warning=True
-        )
-    message = f"{restart.name} is hung: {restart.message}; it is evicted"
-    return WorkEvent(reason=Reason.POD_HUNG, message=message, warning=True)
+    if restart.reason != Reason.GPU_FAULTY:
+        message = f"{restart.name} is hung: {restart.message}; it is evicted"
+        return WorkEvent(reason=Reason.POD_HUNG, message=message, warning=True)
+    cordon = f"`kubectl cordon {restart.node}` keeps the next one away from these GPUs"
+    message = f"{restart.name} is to be replaced: {restart.message}; {cordon}"
+    return WorkEvent(reason=Reason.GPU_FAULTY, message=message, warning=True)
 
 
 def faulty_gpus(pods: Iterable[FleetPod], healed: Healed) -> list[Finding]:

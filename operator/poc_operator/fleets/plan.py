@@ -21,12 +21,12 @@ from poc_operator.fleets.conditions import PodCounts, Verdict, unmonitored
 from poc_operator.fleets.download import DownloadSeen, download, holds_back, is_abandoned, is_held, job_name
 from poc_operator.fleets.forecast import Eviction, WorkOnPods
 from poc_operator.fleets.groups import HELD, partition_in, partition_of, with_partition
-from poc_operator.fleets.healing import Healed, Sight, faulty_gpus, heal
+from poc_operator.fleets.healing import Healed, Sight, beside, faulty_gpus, heal
 from poc_operator.fleets.history import Known, fleet_before, recorded, rescaled, serves_the_same
 from poc_operator.fleets.merge import PatchError, covers
 from poc_operator.fleets.progress import Watched
 from poc_operator.fleets.render import Object, claim_of, render, render_beside, signed
-from poc_operator.fleets.resolve import STARTUP_SECONDS, Refusal, Resolved, Surroundings, resolve, resolved_before
+from poc_operator.fleets.resolve import Refusal, Resolved, Surroundings, resolve, resolved_before
 from poc_operator.fleets.rollback import (
     differences,
     digest_of,
@@ -230,16 +230,19 @@ def _step(
     refusal: Refusal | None = None,
 ) -> FleetStep:
     """Return the next step towards what is wanted; ``refusal`` says why that is not what the spec asks for."""
-    fleet = seen.fleet
-    refused, limit = {**seen.unevicted, **seen.busy}, resolved.startup_seconds if resolved else STARTUP_SECONDS
-    sight = Sight(seen.health, refused, seen.work, seen.newest, limit)
-    healed = heal(fleet, seen.own, sight, seen.now)
+    fleet, asked, apply, about = seen.fleet, None, list[Object](), None
+    told = wanted if isinstance(wanted, Refusal) else None
+    if not isinstance(wanted, Refusal):
+        asked = _workload(wanted.objects)
+        apply = [body for body in _held(seen, _with_good_template(seen, wanted)) if _differs(seen, body)]
+        about = _update_seen(seen, wanted, asked, settled=seen.is_observed and _workload(apply) is None)
+    healed = heal(fleet, seen.own, Sight(seen.health, {**seen.unevicted, **seen.busy}, about), seen.now)
     checked = check_pods(fleet, resolved, seen.staying, seen.answers, seen.now)
     parts = _Parts(seen, resolved or resolved_before(fleet.status), healed, checked)
     others = strangers_came(fleet, strangers(fleet, seen.pods))
     sick = [one for one in healed.evict if one.pod.uid not in seen.busy and one.pod.uid not in seen.evicted]
-    if isinstance(wanted, Refusal):
-        status = parts.status(refusal or wanted, fleet.status.download, fleet.status.update)
+    if isinstance(wanted, Refusal) or about is None:
+        status = parts.status(refusal or told, fleet.status.download, fleet.status.update)
         is_kept = wanted is refusal and seen.workload is not None
         return FleetStep(
             status=status,
@@ -250,11 +253,8 @@ def _step(
             evict=sick,
             events=others,
         )
-    asked = _workload(wanted.objects)
-    apply = [body for body in _held(seen, _with_good_template(seen, wanted)) if _differs(seen, body)]
-    update = _update(seen, wanted, asked, settled=seen.is_observed and _workload(apply) is None)
-    # One after the other, unless Kubernetes lets none of the sick go: it may wait for what the update mends.
-    outdated = update.evict if seen.refused is None and all(one.pod.uid in seen.unevicted for one in sick) else ()
+    update = _update(seen, wanted, asked, about)
+    outdated = beside(sick, update.evict, seen.unevicted) if seen.refused is None else ()
     return FleetStep(
         status=parts.status(refusal or seen.refused, wanted.download, _told(seen, asked, update)),
         known=known,
@@ -269,13 +269,13 @@ def _step(
     )
 
 
-def _update(seen: FleetSnapshot, wanted: _Wanted, asked: Object | None, *, settled: bool) -> UpdateStep:
+def _update(seen: FleetSnapshot, wanted: _Wanted, asked: Object | None, about: UpdateSeen) -> UpdateStep:
     """Return the next step of the update, or of the one before while a new template waits for its model.
 
     The end of that one is not the end of the new one. Nobody leaves for a template that the spec does not ask for any
     more, but for the good one on the way back.
     """
-    step, old = plan_update(_update_seen(seen, wanted, asked, settled=settled)), seen.fleet.status.update
+    step, old = plan_update(about), seen.fleet.status.update
     if asked is not None or wanted.download is None:
         return step
     phase, told = step.status.phase, {"message": holds_back(wanted.download, seen.download.pods)}

@@ -323,8 +323,8 @@ def _startup_seconds(spec: FleetSpec, weights_gib: int) -> int:
     """Return how long a pod may load: its first start may download the weights."""
     if spec.startup_seconds is not None:
         return spec.startup_seconds
-    is_there = spec.cache.download or spec.hugging_face.offline
-    return min(STARTUP_SECONDS + (0 if is_there else weights_gib * SECONDS_PER_GIB), MAX_STARTUP_SECONDS)
+    more = 0 if spec.hugging_face.offline else weights_gib * SECONDS_PER_GIB
+    return min(STARTUP_SECONDS + more, MAX_STARTUP_SECONDS)
 
 
 def _too_small(spec: FleetSpec, preset: Preset) -> Refusal | None:

@@ -173,7 +173,7 @@ class FleetSpec(ApiModel):
     resources: Resources = Resources()
     """CPU and memory of each pod."""
     startup_seconds: Annotated[Int32, Field(ge=30, le=MAX_STARTUP_SECONDS)] | None = None
-    """How long a pod may load its model before it is restarted. Without it: an hour. Unless `cache.download` or
+    """How long a pod may load its model before it is restarted. Without it: an hour, and unless
     `huggingFace.offline` is true, 50 s more for each GiB of the preset's weights."""
     termination_grace_period_seconds: Annotated[Int32, Field(ge=30, le=3600)] = 60
     """Time that a pod has to end. It must hold a pause of 5 s, the pod's `VLLM_POC_DRAIN_SECONDS` (20), vLLM's

@@ -11,15 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod
+from poc_operator.apis.v1alpha1.fleet import PoCFleet
+from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase, UpdateStatus
+from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod
 from poc_operator.apis.v1alpha1.meta import NETWORK_ORIGIN, ORIGIN_LABEL
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import RoundStatus
-from poc_operator.fleets.forecast import Spares, WorkOnPods
+from poc_operator.fleets.forecast import Spares
 from poc_operator.fleets.healing import BUDGET_TIME, Healed, Sight, faulty_gpus, heal, restarted
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, plan
 from poc_operator.fleets.progress import Watched, hung, parse_look, watched
 from poc_operator.fleets.stages import GpuErrors
+from poc_operator.fleets.update import UpdateSeen
 from poc_operator.observed import REVISION_LABEL, Container, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
@@ -174,14 +177,39 @@ def healed(
     refused: Any = None,  # noqa: ANN401
     stuck: Sequence[str] | None = None,
     status: Any = None,  # noqa: ANN401
-    work: Sequence[WorkOnPods] = (),
-    newest: str = "demo-1",
+    about: Any = None,  # noqa: ANN401
     **spec: Any,  # noqa: ANN401
 ) -> Healed:
-    """What is done about these pods, all of which are stuck unless ``stuck`` has the uids of those that are."""
+    """What is done about these pods, all of which are stuck unless ``stuck`` has the uids of those that are.
+
+    ``about`` is what an update sees otherwise than that all is well.
+    """
     fleet = a_fleet(status={"restarts": list(restarts), **(status or {})}, replicas=len(pods), healing=spec)
     hang = {pod.uid: STUCK for pod in pods if stuck is None or pod.uid in stuck}
-    return heal(fleet, pods, Sight(hang, refused or {}, work, newest, 600), NOW)
+    return heal(fleet, pods, Sight(hang, refused or {}, update_of(fleet, pods, **(about or {}))), NOW)
+
+
+def update_of(fleet: PoCFleet, pods: Sequence[PodView], **fields: Any) -> UpdateSeen:  # noqa: ANN401
+    """What an update sees of pods that all have the newest revision and have passed their self-check."""
+    passed = CheckResult.PASSED
+    well = {
+        "spec": fleet.spec.update,
+        "checks_pods": True,
+        "name": "demo",
+        "replicas": len(pods),
+        "by_number": False,
+        "port": 8000,
+        "old": fleet.status.update,
+        "now": NOW,
+        "pods": pods,
+        "newest": "demo-1",
+        "settled": True,
+        "digest": "",
+        "startup_limit": 600,
+        "grace": 60,
+        "checks": {pod.uid: FleetPod(name=pod.name, uid=pod.uid, result=passed) for pod in pods},
+    }
+    return UpdateSeen(**(well | fields))
 
 
 def of_failing_gpus(*errors: int, phase: str = "Complete") -> dict[str, Any]:
@@ -318,7 +346,7 @@ def test_a_pod_whose_gpus_fail_again_and_again_is_recorded_and_then_evicted() ->
 
 
 ROUND = work(uid="r", status={RoundStatus.SHARES: [{"index": 0, "pod": "demo-0", "uid": "u0", "state": "Running"}]})
-KEEPS = {
+KEEPS: dict[str, tuple[dict[str, Any], str]] = {
     "a round has given it a slot": ({"work": [ROUND]}, "it stays, waiting for the end of PoCRound r"),
     "a round may give it one": ({"work": [work(state="Pending")]}, "it stays, waiting for the end of PoCRound w"),
     "the network may validate": (
@@ -335,39 +363,57 @@ KEEPS = {
         "it stays, waiting for the network, which may validate round w until",
     ),
     "an update is under way": (
-        {"status": of_failing_gpus(3, phase="Rolling")},
-        "it stays while pods have another template than the newest",
+        {"old": UpdateStatus(phase=UpdatePhase.ROLLING)},
+        "it stays while pods may get another template",
     ),
-    "it would get another template": ({"newest": "demo-2"}, "it stays while pods have another template"),
-    "another pod is not ready": ({"more": a_pod(1, ready=False)}, "it stays until all other pods are ready"),
+    "Kubernetes has yet to see the template": ({"settled": False}, "it stays while pods may get another template"),
+    "it would get another template": ({"newest": "demo-2"}, "it stays while pods may get another template"),
+    "a pod is missing": ({"replicas": 9}, "it stays until all other pods are ready"),
+    "another pod has failed its self-check": (
+        {"checks": {}},
+        "it stays until all other pods have passed their self-check",
+    ),
 }
 
 
-@pytest.mark.parametrize(("seen", "says"), KEEPS.values(), ids=KEEPS)
-def test_a_pod_that_computes_goes_as_for_an_update(seen: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(("about", "says"), KEEPS.values(), ids=KEEPS)
+def test_a_pod_that_computes_goes_as_for_an_update(about: dict[str, Any], says: str) -> None:
     """Nor does it hold a hung pod up, or use its budget."""
-    seen, stuck = {"status": of_failing_gpus(3), **seen}, a_pod(9)
-    pods = [a_pod(0), *([more] if (more := seen.pop("more", None)) else [])]
+    pods, status = [a_pod(0), a_pod(1)], of_failing_gpus(3)
+    assert healed(*pods, stuck=(), status=status).restarts
     for restarts in ([], [a_restart("u0")]):
-        found = healed(*pods, stuck=(), restarts=restarts, **seen)
+        found = healed(*pods, stuck=(), status=status, restarts=restarts, about=about)
         assert (len(found.restarts), list(found.evict)) == (len(restarts), [])
         assert found.failing["u0"].startswith(says)
-    found = healed(*pods, stuck, stuck=["u9"], **seen)
-    assert [one.uid for one in found.restarts] == ["u9"]
+        found = healed(*pods, stuck=["u1"], status=status, restarts=restarts, about=about, restartsPerHour=1)
+        assert [one.uid for one in found.restarts][len(restarts) :] == ["u1"]
+
+
+def test_a_pod_that_computes_stays_beside_one_that_does_not() -> None:
+    status = of_failing_gpus(3)
+    for other in (a_pod(1, ready=False), a_pod(1, containers=[Container(id=SERVER)])):
+        found = healed(a_pod(0), other, stuck=["u1"], status=status, restarts=[a_restart("u0"), a_restart("u1")])
+        assert found.failing["u0"] == "it stays until all other pods are ready"
+        assert "u0" not in [one.pod.uid for one in found.evict]
+    kept = healed(a_pod(0), a_pod(1), stuck=(), status=status, refused={"u0": "waiting for pod demo-0"})
+    assert (kept.restarts, kept.failing) == ([], {"u0": "waiting for pod demo-0"})
+    refused = heal(a_fleet(status=status), [a_pod(0)], Sight(), NOW)
+    assert (refused.restarts, refused.failing["u0"]) == ([], "it stays while pods may get another template")
 
 
 def test_a_hung_pod_whose_gpus_fail_goes_at_once_and_its_kubernetes_node_is_told() -> None:
     status = of_failing_gpus(3)
-    first = healed(a_pod(0), status=status, work=[ROUND])
+    about = {"work": [ROUND]}
+    first = healed(a_pod(0), status=status, about=about)
     (restart,) = first.restarts
     assert (restart.reason, restart.node) == (Reason.GPU_FAULTY, "gpu-1")
     event = restarted(restart)
     assert event.reason == Reason.GPU_FAULTY
     assert event.message == (
-        "demo-0 is evicted: 1 requests run and 0 wait, and nothing was done for 600 s; its GPUs have had 3 errors; "
-        "`kubectl cordon gpu-1` keeps the next one away from these GPUs"
+        "demo-0 is to be replaced: 1 requests run and 0 wait, and nothing was done for 600 s; its GPUs have had 3 "
+        "errors; `kubectl cordon gpu-1` keeps the next one away from these GPUs"
     )
-    second = healed(a_pod(0), status=status, work=[ROUND], restarts=[a_restart("u0")])
+    second = healed(a_pod(0), status=status, about=about, restarts=[a_restart("u0")])
     assert [(one.pod.uid, one.spares) for one in second.evict] == [("u0", Spares.NOTHING)]
     assert (second.failing, second.findings[0][1].split("; ")[-1]) == ({"u0": "it is evicted"}, "it is evicted")
 
@@ -403,17 +449,14 @@ def test_a_fleet_replaces_a_pod_whose_gpus_fail() -> None:
     assert not look(first.status.stored(), busy={"u0": "waiting for pod demo-0, which computes work of others"}).evict
 
 
-def test_an_update_goes_on_while_kubernetes_lets_no_hung_pod_go() -> None:
-    """The budget may keep it since pods are away that the update would mend."""
-    fleet, pods = a_fleet(update={"strategy": "Immediate", "maxUnavailable": 2}, replicas=2), [a_pod(0), a_pod(1)]
-    objects = stored(fleet)
+def test_what_cannot_work_goes_although_kubernetes_keeps_a_hung_pod() -> None:
+    """A budget may keep that one since others are not ready. Those that work stay: it is away as well."""
+    spec = {"update": {"strategy": "Immediate", "maxUnavailable": 2}, "replicas": 3}
+    objects = stored(a_fleet(**spec))
     objects["StatefulSet", "demo"]["status"] |= {"updateRevision": "demo-2", "currentRevision": "demo-1"}
-    told = a_fleet(
-        status={"restarts": [a_restart("u0")], "update": {"goodRevision": "demo-1"}},
-        update={"strategy": "Immediate", "maxUnavailable": 2},
-        replicas=2,
-    )
+    told = a_fleet(status={"restarts": [a_restart("u0")], "update": {"goodRevision": "demo-1"}}, **spec)
+    pods = [a_pod(0), a_pod(1), a_pod(2, ready=False, waiting_for="CrashLoopBackOff", taken=NOW)]
     seen = FleetSnapshot(fleet=told, around=AROUND, now=NOW, objects=objects, pods=pods, health={"u0": STUCK})
     assert [one.pod.uid for one in plan(seen).evict] == ["u0"]
     kept = dataclasses.replace(seen, unevicted={"u0": "waiting to evict pod demo-0: a budget"})
-    assert "u1" in [one.pod.uid for one in plan(kept).evict]
+    assert [one.pod.uid for one in plan(kept).evict] == ["u2", "u0"]

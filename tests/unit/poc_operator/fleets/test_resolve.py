@@ -133,7 +133,6 @@ def test_a_cache_must_hold_the_weights() -> None:
         ({"model": {"preset": "minimax-m2.7"}}, 3600 + 215 * 50),
         ({"model": {"preset": "minimax-m2.7"}, "startupSeconds": 600}, 600),
         ({"model": {"path": "org/model"}, "startupSeconds": 14_400}, 14_400),
-        ({"model": {"preset": "minimax-m2.7"}, "cache": {"size": "300Gi", "download": True}}, 3600),
         ({"model": {"preset": "minimax-m2.7"}, "huggingFace": {"offline": True}}, 3600),
     ],
 )

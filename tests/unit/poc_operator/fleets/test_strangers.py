@@ -11,6 +11,7 @@ from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.meta import GROUPS_KIND
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import with_bars
+from poc_operator.fleets.groups import HELD
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, plan
 from poc_operator.fleets.resolve import Refusal
 from poc_operator.observed import Owner, PodView
@@ -149,7 +150,7 @@ def test_a_pod_of_others_is_not_taken_for_a_leader_with_its_number() -> None:
     stranger = of(OTHERS["a StatefulSet"], a_pod(2, NEW), "other-2")
     step = groups.updating([*own, stranger], partition=3)
     # Past leader 2, which serves, LeaderWorkerSet would replace it at once.
-    assert groups.partition(step) is None
+    assert groups.partition(step) == HELD
 
 
 @pytest.mark.parametrize(
