@@ -192,7 +192,7 @@ def healed(
 def update_of(fleet: PoCFleet, pods: Sequence[PodView], **fields: Any) -> UpdateSeen:  # noqa: ANN401
     """What an update sees of pods that all have the newest revision and have passed their self-check."""
     passed = CheckResult.PASSED
-    well = {
+    well: dict[str, Any] = {
         "spec": fleet.spec.update,
         "checks_pods": True,
         "name": "demo",
@@ -451,7 +451,7 @@ def test_a_fleet_replaces_a_pod_whose_gpus_fail() -> None:
 
 def test_what_cannot_work_goes_although_kubernetes_keeps_a_hung_pod() -> None:
     """A budget may keep that one since others are not ready. Those that work stay: it is away as well."""
-    spec = {"update": {"strategy": "Immediate", "maxUnavailable": 2}, "replicas": 3}
+    spec: dict[str, Any] = {"update": {"strategy": "Immediate", "maxUnavailable": 2}, "replicas": 3}
     objects = stored(a_fleet(**spec))
     objects["StatefulSet", "demo"]["status"] |= {"updateRevision": "demo-2", "currentRevision": "demo-1"}
     told = a_fleet(status={"restarts": [a_restart("u0")], "update": {"goodRevision": "demo-1"}}, **spec)
