@@ -30,8 +30,8 @@ _KERNELS = ("vllm.third_party.flash_linear_attention.", "vllm.models.glm5next.")
 #: Where products that mix streams are split, and the functions that say into how many.
 _MIXING = ("vllm.model_executor.kernels.mhc.tilelang_kernels", "vllm.model_executor.kernels.mhc.warmup")
 _SPLITS = ("compute_num_split", "compute_mhc_pre_num_splits")
-#: Rows of a product: as many as fill a card with those of the widest layers.
-ROWS = 1024
+#: Rows of a product: as many as fill a card also where tensor parallelism leaves a layer few columns.
+ROWS = 2048
 #: Axes of a matrix of hidden states.
 _AXES = 2
 

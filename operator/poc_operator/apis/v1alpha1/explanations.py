@@ -106,7 +106,8 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.PODS_FAILING: Explanation(
         "Degraded=True",
         "Pods cannot run: they crash, or their image cannot be pulled. The message has the kubelet's reason.",
-        "Look at `kubectl describe pod` and at the pod's log.",
+        "The Events in `kubectl describe pod` say more, and the log does if a pod crashes. Correct what they name, "
+        "such as `spec.image`, and the operator replaces the pods.",
         _FLEET,
     ),
     Reason.PODS_UNSCHEDULABLE: Explanation(
@@ -389,8 +390,9 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "answer. Results wait, and pods try again; at 50 000 a pod computes no more. Results that are refused for good "
         "are dropped, and count as rejected.",
         "`HTTP 507`: give the gateway's volume room. `HTTP 401`: correct the user and the password, or give operator "
-        "and gateway the same secrets. `HTTP 404` or `HTTP 405`: correct `callbackURL`. `certificate`: renew the "
-        "receiver's certificate. Otherwise look whether the receiver runs, and whether a NetworkPolicy is in the way.",
+        "and gateway the same secrets. `HTTP 404` or `HTTP 405`: make a new round with the right `callbackURL`. "
+        "`certificate`: renew the receiver's certificate. Otherwise look whether the receiver runs, and whether a "
+        "NetworkPolicy is in the way.",
         _ROUND,
     ),
     Reason.DELIVERIES_REFUSED: Explanation(
