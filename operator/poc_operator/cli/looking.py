@@ -77,6 +77,7 @@ def look(cluster: Cluster, *, everywhere: bool, chat: bool) -> Seen:
         pods=pods,
         chat=read_chat(cluster, active_pods(rounds)) if chat else {},
         logs=read_logs(cluster, loading_pods(fleets, pods)),
+        operator=operator_trouble(cluster),
     )
 
 

@@ -31,6 +31,8 @@ class Seen:
     chat: Mapping[PodKey, Chat] = field(default_factory=dict)
     #: Ends of the logs of pods that load, as far as they were asked for.
     logs: Mapping[PodKey, LogEnd] = field(default_factory=dict)
+    #: What is wrong with the operator; empty if it is well, or nobody may look.
+    operator: str = ""
 
 
 class SlotRow(ApiModel):
@@ -271,4 +273,5 @@ def _notes(seen: Seen) -> list[str]:
     silent = [(name, chat.error) for (_, name), chat in seen.chat.items() if chat.error]
     unread = [(name, log.error) for (_, name), log in seen.logs.items() if log.error]
     texts = {"pods did not tell of chat": silent, "logs of pods that load could not be read": unread}
-    return [f"{len(one)} {text}, the first: {': '.join(one[0])}" for text, one in texts.items() if one]
+    away = [f"{seen.operator}: states and rates are those of before"] if seen.operator else []
+    return away + [f"{len(one)} {text}, the first: {': '.join(one[0])}" for text, one in texts.items() if one]

@@ -136,17 +136,26 @@ def operator_trouble(deployments: Sequence[Object]) -> str:
         )
     if any((body.get("status") or {}).get("availableReplicas") for body in deployments):
         return ""
-    meta = deployments[0]["metadata"]
-    return f"the operator does not run: the Deployment {meta['namespace']}/{meta['name']} has no available pod"
+    meta, spec = deployments[0]["metadata"], deployments[0].get("spec") or {}
+    why = "is scaled to 0 replicas" if spec.get("replicas") == 0 else "has no available pod"
+    return f"the operator does not run: the Deployment {meta['namespace']}/{meta['name']} {why}"
+
+
+def _operator_back(deployments: Sequence[Object]) -> str:
+    """Return what brings the operator back, or says why it is away."""
+    if not deployments:
+        return "install the chart vllm-poc-operator"
+    meta, spec = deployments[0]["metadata"], deployments[0].get("spec") or {}
+    if spec.get("replicas") == 0:
+        return f"kubectl -n {meta['namespace']} scale deployment {meta['name']} --replicas=1"
+    return f"kubectl -n {meta['namespace']} describe pods -l app.kubernetes.io/name=vllm-poc-operator"
 
 
 def operator(deployments: Sequence[Object], version: str) -> Iterator[Check]:
     """Check that an operator runs, and is of the plugin's version."""
     trouble = operator_trouble(deployments)
     if trouble:
-        where = deployments[0]["metadata"]["namespace"] if deployments else "NAMESPACE"
-        look = f"kubectl -n {where} describe pods -l app.kubernetes.io/name=vllm-poc-operator"
-        yield error("operator", trouble, look if deployments else "install the chart vllm-poc-operator")
+        yield error("operator", trouble, _operator_back(deployments))
         return
     for body in deployments:
         meta = body["metadata"]

@@ -91,3 +91,9 @@ def test_bars_numbers_and_times_are_short() -> None:
     assert bar(7.0, 2) == "██ 100 %"
     assert (number(1234567), number(12.5)) == ("1 234 567", "12.5")
     assert [period(timedelta(seconds=one)) for one in (59, 150, 7200, 200_000)] == ["59 s", "2 min", "2 h", "2 d"]
+
+
+def test_states_without_an_operator_are_said_to_be_old() -> None:
+    away = "the operator does not run: the Deployment poc-system/vllm-poc-operator is scaled to 0 replicas"
+    assert overview(Seen(now=seen.START, operator=away)).notes == [f"{away}: states and rates are those of before"]
+    assert overview(Seen(now=seen.START)).notes == []

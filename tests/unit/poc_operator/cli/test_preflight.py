@@ -271,3 +271,14 @@ def test_what_may_not_be_read_is_a_warning(run: Run, api: ApiPaths) -> None:
     api.answers["/api/v1/nodes"] = (403, {"message": "nodes is forbidden"})
     done = run("check")
     assert (done.code, "nodes is forbidden" in done.out) == (0, True)
+
+
+def test_an_operator_that_was_scaled_away_is_scaled_back(run: Run, api: ApiPaths) -> None:
+    _whole(api)
+    scaled = seen.a_deployment("vllm-poc-operator", available=0)
+    scaled["spec"]["replicas"] = 0
+    api.answers[seen.DEPLOYMENTS] = [scaled]
+    (told,) = [one for one in json.loads(run("check", "-o", "json").out) if one["about"] == "operator"]
+    assert told["finding"].endswith("poc-system/vllm-poc-operator is scaled to 0 replicas")
+    assert told["remedy"] == "kubectl -n poc-system scale deployment vllm-poc-operator --replicas=1"
+    assert "is scaled to 0 replicas: states and rates are those of before" in run("status").out.replace("\n", " ")
