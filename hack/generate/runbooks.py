@@ -94,6 +94,9 @@ def _page(title: str, intro: Iterator[str], sections: Iterator[str]) -> str:
 def _alerts_intro() -> Iterator[str]:
     yield "Each alert has a section, to which its `runbook_url` leads. [Monitor rounds](../monitoring.md#alerts) says"
     yield "how to switch them on. An alert of the severity `critical` fires within 3 minutes, and needs a person.\n"
+    yield "If you were paged, begin with `kubectl poc check`: it says what is wrong, and how to mend it."
+    yield "`kubectl poc explain` says why one object is where it is."
+    yield "`kubectl poc status` shows all fleets, rounds and pods.\n"
 
 
 def _reasons_intro() -> Iterator[str]:
