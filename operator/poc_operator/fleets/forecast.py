@@ -10,7 +10,7 @@ A round is never lost by an update, since a pod leaves only when three things ho
    for named nonces. They have `VALIDATION_SECONDS` for it.
 3. **No round is near.** A pod needs some time to be replaced: as long as the fleet's own pods took to become ready,
    half as much again, and the time that the old one may take to end. Until a pod has been seen to become ready, that is
-   ``startupSeconds``.
+   the time that it may load.
 
 The next round is forecast from the times between the starts of earlier ones. Rounds that overlap count as one. If ``G``
 is such a time, a round may start from ``G`` after the last start on, and for another quarter of ``G`` if it is late.

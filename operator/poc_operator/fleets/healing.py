@@ -23,6 +23,7 @@ from poc_operator.planning.snapshot import WorkEvent
 
 #: For so long a restart counts.
 BUDGET_TIME = timedelta(hours=1)
+_GOES = "it is evicted"
 
 Finding = tuple[Reason, str]
 
@@ -144,7 +145,7 @@ def _next(case: _Case, fleet: PoCFleet, going: set[str], refused: Mapping[str, s
     if case.pod.uid in refused:
         return refused[case.pod.uid]
     if case.pod.uid in going:
-        return "it is evicted"
+        return _GOES
     if len(going) >= fleet.spec.healing.restarts_per_hour:
         used_up = f"healing.restartsPerHour of {fleet.spec.healing.restarts_per_hour} is used up"
         return used_up if case.errors else f"{used_up}: look at its log"
@@ -184,8 +185,10 @@ def faulty_gpus(pods: Iterable[FleetPod], healed: Healed) -> list[Finding]:
 
 def _then(pod: FleetPod, healed: Healed) -> str:
     """Say what becomes of a pod whose GPUs have had errors, and what a person can do."""
-    person, told = f"`kubectl cordon {pod.node}`, then delete the pod", healed.failing.get(pod.uid)
-    return f"{told}; {person}" if told else person
+    cordon, told = f"`kubectl cordon {pod.node}`", healed.failing.get(pod.uid)
+    if told == _GOES:
+        return f"{told}; {cordon} keeps the next one away"
+    return f"{told}; {cordon}, then delete the pod" if told else f"{cordon}, then delete the pod"
 
 
 def _gpu_errors(pod: FleetPod) -> str:
