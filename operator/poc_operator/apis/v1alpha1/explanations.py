@@ -106,7 +106,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.PODS_FAILING: Explanation(
         "Degraded=True",
         "Pods cannot run: they crash, or their image cannot be pulled. The message has the kubelet's reason.",
-        "The Events in `kubectl describe pod` say more, and the log does if a pod crashes. Correct what they name, "
+        "Look at the Events in `kubectl describe pod`, and at the pod's log if it crashes. Correct what they name, "
         "such as `spec.image`, and the operator replaces the pods.",
         _FLEET,
     ),
