@@ -18,6 +18,13 @@ LAYOUTS = {"tp": ("--tensor-parallel-size", "2"), "pp": ("--pipeline-parallel-si
 PARALLEL_ENVIRONMENT = {} if ON_GPU else {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 #: Why two ranks cannot run here, or None.
 WHY_NOT_PARALLEL = "needs two GPUs" if _TORCH is not None and _TORCH.cuda.device_count() == 1 else None
+#: Why vLLM cannot compute models of several residual streams on this CPU, or None: its build for others than those with
+#: AVX-512 for bfloat16 lacks their kernels. It asks torch in the same way.
+WHY_NO_STREAMS = (
+    "vLLM has the kernels of residual streams only for CPUs with AVX-512 for bfloat16"
+    if _TORCH is not None and not ON_GPU and not _TORCH.cpu._is_avx512_bf16_supported()
+    else None
+)
 #: vLLM's attention on a GPU has no float32. Several servers share the GPU: one that measured what it may take for its
 #: cache would fail when another ends meanwhile.
 SERVER_FLAGS = (

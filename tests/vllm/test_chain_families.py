@@ -17,7 +17,7 @@ import pytest
 
 from tests.vllm import test_deepseek_v4, test_recurrent
 from tests.vllm.client import chain_request
-from tests.vllm.device import ON_GPU, older_than
+from tests.vllm.device import ON_GPU, WHY_NO_STREAMS, older_than
 from tests.vllm.server import command_environment, serving
 from vllm_poc.rpc import DecodeRequest, DecodeSetup, chain_nonces
 
@@ -32,6 +32,7 @@ torch = pytest.importorskip("torch", reason="needs the worker environment: pytho
 pytestmark = [
     pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_chains.py has the real kernels"),
     pytest.mark.skipif(older_than(0, 32), reason="this release of vLLM computes these models on a GPU only"),
+    pytest.mark.skipif(WHY_NO_STREAMS is not None, reason=str(WHY_NO_STREAMS)),
 ]
 _log = logging.getLogger(__name__)
 NONCES = [0, 5, 2**31 - 1]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.vllm.device import ON_GPU, older_than
+from tests.vllm.device import ON_GPU, WHY_NO_STREAMS, older_than
 from tests.vllm.engine_answer import expect_engines_answer
 from tests.vllm.server import command_environment, serving
 
@@ -26,6 +26,7 @@ pytestmark = [
         ON_GPU, reason="vLLM's kernels for GPUs take no such small model: benchmarks.gpu has a real one"
     ),
     pytest.mark.skipif(older_than(0, 32), reason="this release of vLLM computes DeepSeek-V4 on a GPU only"),
+    pytest.mark.skipif(WHY_NO_STREAMS is not None, reason=str(WHY_NO_STREAMS)),
 ]
 #: Layers of all kinds: windows alone, and beside them compressed keys, either few by an index or all of fewer.
 RATIOS = [0, 4, 128]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.vllm.device import ON_GPU, older_than
+from tests.vllm.device import ON_GPU, WHY_NO_STREAMS, older_than
 from tests.vllm.engine_answer import expect_engines_answer
 from tests.vllm.server import serving
 
@@ -92,6 +92,7 @@ def client(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield client
 
 
+@pytest.mark.skipif(WHY_NO_STREAMS is not None, reason=str(WHY_NO_STREAMS))
 @pytest.mark.parametrize("seq_len", [17, 130])
 def test_a_nonce_is_what_the_engine_makes_of_its_prompt(client: Client, seq_len: int) -> None:
     expect_engines_answer(client, seq_len, tolerance=TOLERANCE, other=5 * TOLERANCE)
