@@ -306,8 +306,8 @@ def _of_pod(pod: PodView, log: LogEnd | None) -> Finding:
     where = f"kubectl -n {pod.namespace}"
     ended = next((one.last_end for one in pod.containers if one.last_end), "")
     why = "is being deleted" if pod.terminating else f"is not ready ({pod.waiting_for or 'it starts'})"
+    step = step_of(log.text) if log is not None else None
     if log is not None:
-        step = step_of(log.text)
         why = f"is Loading: {step}" if step else "is Loading"
     looks = f"{where} logs {pod.name} --previous --tail=50" if ended else f"{where} describe pod {pod.name}"
     if log is not None and (log.error or not ended):
@@ -315,17 +315,15 @@ def _of_pod(pod: PodView, log: LogEnd | None) -> Finding:
     return Finding(
         reason="PodNotReady",
         seen=f"Pod {pod.name} {why}{f'; it last ended with {ended}' if ended else ''}.",
-        meaning=_of_log(log) if log is not None else "",
+        meaning=_of_log(log) if log is not None and step is None else "",
         command=looks,
     )
 
 
 def _of_log(log: LogEnd) -> str:
-    """Return what is to be told of a log beside the step that it names."""
+    """Return what is to be told of a log that names no step."""
     if log.error:
         return f"Its log could not be read: {log.error}."
-    if step_of(log.text) is not None:
-        return ""
     line = Redactor().text(last_line(log.text))
     return f"Its log ends with: {line[:_LINE]}{'…' if len(line) > _LINE else ''}" if line else "Its log is empty."
 

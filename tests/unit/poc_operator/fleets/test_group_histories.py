@@ -362,11 +362,8 @@ ABSENCES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, REPLICAS - 1), 
 def test_a_good_template_is_not_blamed_for_nodes_of_leaders(absences: list[tuple[int, int, int]], grace: int) -> None:
     world = prepared(update_of(1), {}, grace=grace)
     world.value = "v1"
-    turns = {(turn, number) for begin, number, time in absences for turn in range(begin, begin + time)}
     for turn in range(CALM):
-        for number in range(REPLICAS):
-            if world.node_of(number).ready is ((turn, number) in turns):
-                world.turn_node(number)
+        world.turn_nodes(absences, turn)
         if world.rests(world.turn()) and turn > 60:
             break
     assert "Failed" not in world.phases

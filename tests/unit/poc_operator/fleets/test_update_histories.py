@@ -57,11 +57,8 @@ ABSENCES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, REPLICAS - 1), 
 def test_a_good_template_is_not_blamed_for_kubernetes_nodes(absences: list[tuple[int, int, int]]) -> None:
     world = prepared({"strategy": "BetweenRounds", "maxUnavailable": 1, "canary": True}, {})
     world.value = "v1"
-    turns = {(turn, number) for begin, number, time in absences for turn in range(begin, begin + time)}
     for turn in range(CALM):
-        for number in range(REPLICAS):
-            if world.node_of(number).ready is ((turn, number) in turns):
-                world.turn_node(number)
+        world.turn_nodes(absences, turn)
         world.turn()
     assert "Failed" not in world.phases
     assert {world.value_of(pod.revision) for pod in world.pods.values()} == {"v1"}

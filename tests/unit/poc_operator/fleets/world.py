@@ -173,6 +173,13 @@ class World:
         if pod.ends:
             del self.pods[number]
 
+    def turn_nodes(self, absences: Sequence[tuple[int, int, int]], turn: int) -> None:
+        """Let Kubernetes nodes be away for their turns: of each absence the first turn, the node, and how many."""
+        away = {number for begin, number, time in absences if begin <= turn < begin + time}
+        for number in range(REPLICAS):
+            if self.node_of(number).ready is (number in away):
+                self.turn_node(number)
+
     def apply(self, body: Any) -> None:  # noqa: ANN401
         stored = copy.deepcopy(body)
         stored["metadata"] |= {"resourceVersion": str(self.made), "generation": 1}
