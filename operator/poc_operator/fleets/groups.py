@@ -141,21 +141,23 @@ def partition_of(
     *,
     evicted: frozenset[str],
     names: Mapping[str, str],
+    digest: str | None,
 ) -> int:
     """Return the partition for a LeaderWorkerSet whose template is as it is wanted.
 
     ``leaders`` is its StatefulSet of leaders, ``present`` its partition so far, and ``pods`` are the leaders with their
-    numbers. It goes down past leaders that have the newest revision or are on their way out. ``evicted`` are those that
-    were evicted a moment ago, and ``names`` has their names, with the revisions for which they went: one that came back
-    since has the template of before, and goes once more. It never goes past a leader that is not seen: what is not seen
-    may serve. It goes up again for one that came back and serves by now. Until the canary has passed, leaders that go
-    by themselves come back with the template of before.
+    numbers. ``digest`` is that of the template that the spec asks for, if it is to be had now. The partition goes down
+    past leaders that have the newest revision or are on their way out. ``evicted`` are those that were evicted a moment
+    ago, and ``names`` has their names, with the revisions for which they went: one that came back since has the
+    template of before, and goes once more. It never goes past a leader that is not seen: what is not seen may serve. It
+    goes up again for one that came back and serves by now. Until the canary has passed, leaders that go by themselves
+    come back with the template of before.
     """
     status = (leaders or {}).get("status") or {}
     newest = status.get("updateRevision")
     if not newest or status.get("currentRevision") == newest:
         return HELD
-    seen, tried = dict(pods), _tried(fleet)
+    seen, tried = dict(pods), _tried(fleet, digest)
     for number in reversed(range(fleet.spec.replicas)):
         pod = seen.get(number)
         if pod is None:
@@ -170,12 +172,17 @@ def partition_of(
     return 0
 
 
-def _tried(fleet: PoCFleet) -> str | None:
-    """Return the name of the leader on which a template is tried; None if all may have it."""
+def _tried(fleet: PoCFleet, digest: str | None) -> str | None:
+    """Return the name of the leader on which a template is tried; None if all may have it.
+
+    Nobody has tried a template yet that the status does not tell of.
+    """
     spec, told = fleet.spec.update, fleet.status.update
-    if not spec.canary or spec.strategy is UpdateStrategy.NEVER or told.phase in _TRIED:
+    if not spec.canary or spec.strategy is UpdateStrategy.NEVER:
         return None
-    return told.canary
+    if told.phase not in _TRIED:
+        return told.canary
+    return None if digest in (None, told.digest) else ""
 
 
 def with_partition(body: Object, partition: int) -> Object:

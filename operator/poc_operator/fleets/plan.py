@@ -31,9 +31,10 @@ from poc_operator.fleets.rollback import (
     differences,
     digest_of,
     failed_as,
+    follows,
+    good_one,
     server_template_of,
     template_of,
-    with_template,
 )
 from poc_operator.fleets.stages import GpuErrors, Nodes, with_stages
 from poc_operator.fleets.strangers import foreign, is_own, strangers, strangers_came
@@ -124,10 +125,9 @@ class FleetSnapshot:
     @property
     def is_observed(self) -> bool:
         """Whether the StatefulSet's status is about its present spec, and that about the LeaderWorkerSet's."""
-        found = self.stateful_set
-        if found is None or (self.fleet.spec.kubernetes_nodes > 1 and not _is_observed(self.groups)):
-            return False
-        return _is_observed(found) and bool(self.newest)
+        found, groups = self.stateful_set, self.groups
+        is_up_to_date = self.fleet.spec.kubernetes_nodes == 1 or (_is_observed(groups) and follows(found, groups))
+        return is_up_to_date and _is_observed(found) and bool(self.newest)
 
 
 def _is_observed(found: Mapping[str, Any] | None) -> bool:
@@ -234,7 +234,7 @@ def _step(
     told = wanted if isinstance(wanted, Refusal) else None
     if not isinstance(wanted, Refusal):
         asked = _workload(wanted.objects)
-        apply = [body for body in _held(seen, _with_good_template(seen, wanted)) if _differs(seen, body)]
+        apply = [body for body in _held(seen, _with_good_template(seen, wanted), asked) if _differs(seen, body)]
         about = _update_seen(seen, wanted, asked, settled=seen.is_observed and _workload(apply) is None)
     healed = heal(fleet, seen.own, Sight(seen.health, {**seen.unevicted, **seen.busy}, about), seen.now)
     checked = check_pods(fleet, resolved, seen.staying, seen.answers, seen.now)
@@ -298,26 +298,22 @@ def _is_workload(body: Object) -> bool:
     return body["kind"] in ("StatefulSet", GROUPS_KIND)
 
 
-def _held(seen: FleetSnapshot, wanted: Sequence[Object]) -> Sequence[Object]:
+def _held(seen: FleetSnapshot, wanted: Sequence[Object], asked: Object | None = None) -> Sequence[Object]:
     """Return what is to be applied, a LeaderWorkerSet so that no leader is replaced that is not to be."""
-    return [_with_partition(seen, body) if body["kind"] == GROUPS_KIND else body for body in wanted]
+    digest = digest_of(asked) if asked is not None else None
+    return [_with_partition(seen, body, digest) if body["kind"] == GROUPS_KIND else body for body in wanted]
 
 
-def _with_partition(seen: FleetSnapshot, body: Object) -> Object:
+def _with_partition(seen: FleetSnapshot, body: Object, digest: str | None) -> Object:
     found = seen.groups
-    if found is None or not seen.is_observed or not covers(template_of(found), template_of(body)):
-        # Another template begins with all leaders as they are. Until the StatefulSet has seen it too, nothing moves:
-        # what that tells of its revisions is about the template before.
-        moves = found is not None and covers(template_of(found), template_of(body))
-        return signed(with_partition(body, partition_in(found) if found is not None and moves else HELD))
-    partition = partition_of(
-        seen.fleet,
-        seen.stateful_set,
-        partition_in(found),
-        [(ordinal_of(pod.name), pod) for pod in seen.own],
-        evicted=seen.evicted,
-        names=seen.evicted_names,
-    )
+    moves = found is not None and covers(template_of(found), template_of(body))
+    partition = partition_in(found) if found is not None and moves else HELD
+    # Another template begins with all leaders as they are. Until the StatefulSet has seen it too, nothing moves: what
+    # that tells of its revisions is about the template before.
+    if moves and seen.is_observed:
+        leaders, pods = seen.stateful_set, [(ordinal_of(pod.name), pod) for pod in seen.own]
+        gone, names = seen.evicted, seen.evicted_names
+        partition = partition_of(seen.fleet, leaders, partition, pods, evicted=gone, names=names, digest=digest)
     return signed(with_partition(body, partition))
 
 
@@ -333,14 +329,15 @@ def _with_good_template(seen: FleetSnapshot, wanted: _Wanted) -> Sequence[Object
         return wanted.objects
     if _is_good_one_lost(seen, wanted.asked):
         return wanted.objects
-    others = [body for body in wanted.objects if body is not asked]
-    return [*others, with_template(wanted.asked, seen.good_template)] if seen.good_template is not None else others
+    good = good_one(wanted.asked, seen.good_template)
+    return [*(body for body in wanted.objects if body is not asked), *([good] if good is not None else [])]
 
 
 def _is_good_one_lost(seen: FleetSnapshot, asked: Object) -> bool:
     """Whether no template but the failed one is left, as when somebody has deleted the workload with its revisions."""
     found = seen.objects.get(key_of(asked))
-    return seen.good_template is None and (found is None or covers(template_of(found), template_of(asked)))
+    is_there = good_one(asked, seen.good_template) is not None
+    return not is_there and (found is None or covers(template_of(found), template_of(asked)))
 
 
 def _update_seen(seen: FleetSnapshot, wanted: _Wanted, asked: Object | None, *, settled: bool) -> UpdateSeen:
@@ -381,9 +378,10 @@ def _update_seen(seen: FleetSnapshot, wanted: _Wanted, asked: Object | None, *, 
 def _told(seen: FleetSnapshot, asked: Object | None, update: UpdateStep) -> UpdateStatus:
     """Return the update's status; of one that has failed it says what differs."""
     status = update.status
-    if status.phase is not UpdatePhase.FAILED or seen.good_template is None or asked is None:
+    good = good_one(asked, seen.good_template) if asked is not None else None
+    if status.phase is not UpdatePhase.FAILED or good is None or asked is None:
         return status
-    differs = differences(seen.good_template, template_of(asked))
+    differs = differences(template_of(good), template_of(asked))
     return status.model_copy(update={"message": f"{status.message}; {differs}" if differs else status.message})
 
 

@@ -13,6 +13,7 @@ from poc_operator.apis.v1alpha1.fleet_update import FailedUpdate, UpdateStatus
 from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod
 from poc_operator.fleets.checked_pods import CANNOT_CHECK
 from poc_operator.fleets.groups import both_templates, leader_template, without_nulls
+from poc_operator.fleets.merge import PatchError
 from poc_operator.fleets.render import CONTAINER, HASH, Object, signed
 from poc_operator.fleets.stages import Nodes, is_homeless, is_late, is_on_lost_node, why_not_running
 from poc_operator.observed import PodView
@@ -148,7 +149,7 @@ def digest_of(workload: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def with_template(workload: Object, template: Mapping[str, Any]) -> Object:
+def _with_template(workload: Object, template: Mapping[str, Any]) -> Object:
     """Return a StatefulSet or LeaderWorkerSet with the template of a ControllerRevision.
 
     A LeaderWorkerSet forgets its own once all leaders are ready. Workers are made from that of their leaders then.
@@ -160,6 +161,23 @@ def with_template(workload: Object, template: Mapping[str, Any]) -> Object:
         if "leaderTemplate" not in kept:
             kept = both_templates(leader_template(kept), CONTAINER, template_of(workload)["size"])
     return signed({**workload, "spec": {**workload["spec"], field: kept}})
+
+
+def good_one(workload: Object, template: Mapping[str, Any] | None) -> Object | None:
+    """Return the workload with the template of the last good revision; None if that is gone, or makes no workers."""
+    try:
+        return _with_template(workload, template) if template is not None else None
+    except PatchError:
+        return None
+
+
+def follows(leaders: Mapping[str, Any] | None, groups: Mapping[str, Any] | None) -> bool:
+    """Whether a StatefulSet of leaders is seen with the template of its LeaderWorkerSet: each is watched by itself."""
+    if leaders is None or groups is None:
+        return False
+    templates = leaders["spec"].get("template") or {}, server_template_of(groups)
+    has, wanted = ((one.get("metadata", {}).get("annotations") or {}).get(HASH) for one in templates)
+    return has is None or has == wanted
 
 
 def differences(good: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:

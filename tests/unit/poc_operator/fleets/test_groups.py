@@ -13,8 +13,9 @@ from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_KIND, GROUPS_LAB
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.groups import HELD, partition_of, with_partition, without_nulls
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
-from poc_operator.fleets.render import signed
+from poc_operator.fleets.render import HASH, signed
 from poc_operator.fleets.resolve import TOKEN_VOLUME
+from poc_operator.fleets.rollback import digest_of
 from poc_operator.observed import PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
@@ -141,7 +142,7 @@ def test_no_leader_is_replaced_that_serves_or_is_not_seen(
     names = {pod.name: NEW for number, pod in seen if pods[number][1] in ("evicted", "back")}
     fleet, leaders = spanning(replicas=len(pods), update={"canary": False}), {"updateRevision": NEW}
     leaders["currentRevision"] = NEW if done else OLD
-    found = partition_of(fleet, {"status": leaders}, present, seen, evicted=evicted, names=names)
+    found = partition_of(fleet, {"status": leaders}, present, seen, evicted=evicted, names=names, digest=None)
     if done:
         assert found == HELD
         return
@@ -210,6 +211,41 @@ def test_another_template_begins_with_all_leaders_held() -> None:
     # So does a template that has lost a field.
     there = seen_by_kubernetes(spanning(replicas=3, priorityClassName="gpu"), partition=1)
     assert partition(step_of(fleet, objects=there, pods=[a_pod(2, NEW)])) == HELD
+
+
+def test_nothing_moves_before_the_stateful_set_is_seen_with_the_template() -> None:
+    """Both are watched, each by itself: the older view of one would tell of the revisions of the template before."""
+    fleet = spanning(replicas=3, update={"canary": False}, status=GOOD)
+    pods = [a_pod(0), a_pod(1), replace(a_pod(2), terminating=True)]
+    there = seen_by_kubernetes(fleet)
+    template = there["StatefulSet", "demo"]["spec"]["template"]
+    wanted = there[SET]["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["metadata"]["annotations"]
+    template["metadata"]["annotations"] = {**wanted, HASH: "of-before"}
+    assert partition(step_of(fleet, objects=there, pods=pods)) is None
+    template["metadata"]["annotations"] = dict(wanted)
+    assert partition(step_of(fleet, objects=there, pods=pods)) == 2
+
+
+def test_no_leader_gets_a_template_that_nobody_has_tried() -> None:
+    """Also in the turn that begins its update, while the status tells of one that passed."""
+    rolling = {"update": {**GOOD["update"], "phase": "Rolling", "digest": "of-before"}}
+    fleet = spanning(replicas=3, status=rolling)
+    pods = [a_pod(0), a_pod(1), replace(a_pod(2), terminating=True)]
+    step = step_of(fleet, objects=seen_by_kubernetes(fleet), pods=pods)
+    assert (partition(step), step.status.update.phase) == (None, "Canary")
+
+
+def test_a_revision_that_makes_no_workers_is_no_way_back() -> None:
+    """As that of a StatefulSet of others, whose container has another name."""
+    digest = digest_of(objects_of(spanning(replicas=3))[SET])
+    failed = [{"digest": digest, "revision": NEW, "message": "it crashes", "time": NOW.isoformat()}]
+    status = {"update": {**GOOD["update"], "phase": "Failed", "digest": digest, "failed": failed}}
+    fleet = spanning(replicas=3, status=status)
+    revision = {"metadata": {}, "spec": {"containers": [{"name": "own"}]}}
+    pods = [a_pod(0), a_pod(1), a_pod(2, NEW, ready=False, waiting_for="CrashLoopBackOff")]
+    step = step_of(fleet, objects=seen_by_kubernetes(fleet, 2), pods=pods, good_template=revision)
+    assert "there is no earlier revision that was good" in step.status.update.message
+    assert not step.evict
 
 
 def test_a_canary_whose_group_is_made_anew_again_and_again_fails() -> None:

@@ -20,7 +20,7 @@ from poc_operator.fleets.history import (
     target,
 )
 from poc_operator.fleets.plan import FleetSnapshot, plan
-from poc_operator.fleets.rollback import template_of, with_template
+from poc_operator.fleets.rollback import good_one, template_of
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, PATH, a_fleet
 
@@ -48,7 +48,9 @@ class History:
         newest = self.stateful_set["status"]["updateRevision"]
         self.failed.append({"digest": newest, "revision": newest, "message": why, "time": NOW.isoformat()})
         good = next(one for one in self.revisions if one["metadata"]["name"] == name)
-        self._take(with_template(self.stateful_set, good["data"]))
+        back = good_one(self.stateful_set, good["data"])
+        assert back is not None
+        self._take(back)
 
     def _take(self, body: dict[str, Any]) -> None:
         number = max((one["revision"] for one in self.revisions), default=0) + 1
