@@ -136,17 +136,27 @@ def operator_trouble(deployments: Sequence[Object]) -> str:
         )
     if any((body.get("status") or {}).get("availableReplicas") for body in deployments):
         return ""
-    meta, spec = deployments[0]["metadata"], deployments[0].get("spec") or {}
-    why = "is scaled to 0 replicas" if spec.get("replicas") == 0 else "has no available pod"
+    body = _expected(deployments)
+    meta, why = body["metadata"], "is scaled to 0 replicas" if _is_scaled_away(body) else "has no available pod"
     return f"the operator does not run: the Deployment {meta['namespace']}/{meta['name']} {why}"
+
+
+def _expected(deployments: Sequence[Object]) -> Object:
+    """Return the Deployment that should run: one that nobody has scaled to 0 before all others."""
+    return min(deployments, key=_is_scaled_away)
+
+
+def _is_scaled_away(deployment: Object) -> bool:
+    return (deployment.get("spec") or {}).get("replicas") == 0
 
 
 def _operator_back(deployments: Sequence[Object]) -> str:
     """Return what brings the operator back, or says why it is away."""
     if not deployments:
         return "install the chart vllm-poc-operator"
-    meta, spec = deployments[0]["metadata"], deployments[0].get("spec") or {}
-    if spec.get("replicas") == 0:
+    body = _expected(deployments)
+    meta = body["metadata"]
+    if _is_scaled_away(body):
         return f"kubectl -n {meta['namespace']} scale deployment {meta['name']} --replicas=1"
     return f"kubectl -n {meta['namespace']} describe pods -l app.kubernetes.io/name=vllm-poc-operator"
 

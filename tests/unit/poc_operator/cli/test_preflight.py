@@ -282,3 +282,13 @@ def test_an_operator_that_was_scaled_away_is_scaled_back(run: Run, api: ApiPaths
     assert told["finding"].endswith("poc-system/vllm-poc-operator is scaled to 0 replicas")
     assert told["remedy"] == "kubectl -n poc-system scale deployment vllm-poc-operator --replicas=1"
     assert "is scaled to 0 replicas: states and rates are those of before" in run("status").out.replace("\n", " ")
+
+
+def test_of_several_operators_the_one_that_should_run_is_told_of(run: Run, api: ApiPaths) -> None:
+    _whole(api)
+    scaled = seen.a_deployment("vllm-poc-operator", available=0)
+    scaled["spec"]["replicas"] = 0
+    api.answers[seen.DEPLOYMENTS] = [scaled, seen.a_deployment("blue-vllm-poc-operator", available=0)]
+    (told,) = [one for one in json.loads(run("check", "-o", "json").out) if one["about"] == "operator"]
+    assert told["finding"].endswith("poc-system/blue-vllm-poc-operator has no available pod")
+    assert "describe pods" in told["remedy"]
