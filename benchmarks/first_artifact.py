@@ -78,6 +78,7 @@ class Bench:
         while await asyncio.to_thread(self._server.metric, TOKENS) - before < TOKENS_BEFORE * count:
             await self._look(chats, end, "the chats do not get on")
         begun = time.monotonic()
+        print(f"round {number}: the answers of {count} chats flow", flush=True)
         answered, first = await asyncio.gather(self._start(number), self._first_after(begun, chats))
         await asyncio.to_thread(self._server.stop)
         streamed = [chat for share in await chats for chat in share]
@@ -138,9 +139,11 @@ def main() -> None:
     flags += ["--num-gpu-blocks-override", str(options.blocks)]
     flags += [*(["--enforce-eager"] if options.enforce_eager else []), *shlex.split(options.flags)]
     print(f"the server's log: {folder / 'server.log'}", flush=True)
+    begun = time.monotonic()
     with accepting() as receiver, serving(model, folder / "server.log", flags) as server:
         if options.model is None:
             server.workers("poc_bench_weights")
+        print(f"the server was ready after {time.monotonic() - begun:.0f} s", flush=True)
         asyncio.run(Bench(server, receiver, options).run())
 
 

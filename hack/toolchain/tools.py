@@ -125,8 +125,14 @@ PROMETHEUS = ToolSet(
 )
 #: For the test of a release alone, which installs `kubectl poc` by it.
 KREW = ToolSet(name="krew", programs={"krew": "sigs.k8s.io/krew/cmd/krew"}, main_module="sigs.k8s.io/krew")
+#: For the test of a release alone, which signs as the workflow does, but with a key.
+COSIGN = ToolSet(
+    name="cosign",
+    programs={"cosign": "github.com/sigstore/cosign/v2/cmd/cosign"},
+    main_module="github.com/sigstore/cosign/v2",
+)
 #: What ``install`` leaves out.
-ON_DEMAND = (KWOK, LWS, PROMETHEUS, KREW)
+ON_DEMAND = (KWOK, LWS, PROMETHEUS, KREW, COSIGN)
 _ALL = (*TOOL_SETS, *ON_DEMAND)
 
 

@@ -33,9 +33,21 @@ def _steps() -> list[dict[str, Any]]:
     return steps
 
 
+def sign_command() -> list[str]:
+    """The workflow's command that signs."""
+    (command,) = [shlex.split(step["run"]) for step in _steps() if step.get("run", "").startswith("cosign ")]
+    return command
+
+
+def verify_command() -> list[str]:
+    """The docs' command that verifies."""
+    (command,) = _commands("cosign")
+    return command
+
+
 def test_the_signature_is_that_of_the_workflow() -> None:
-    (sign,) = [shlex.split(step["run"]) for step in _steps() if step.get("run", "").startswith("cosign ")]
-    ((_, verify, file, *options),) = _commands("cosign")
+    sign = sign_command()
+    _, verify, file, *options = verify_command()
     given = dict(pairwise(options))
     assert (sign[1], verify) == ("sign-blob", "verify-blob")
     assert file == sign[-1] == SUMS
