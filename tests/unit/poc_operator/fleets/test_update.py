@@ -16,8 +16,8 @@ from poc_operator.fleets.forecast import Spares
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
 from poc_operator.fleets.resolve import Refusal
 from poc_operator.fleets.rollback import differences, digest_of
-from poc_operator.fleets.stages import PATIENCE_SECONDS
-from poc_operator.observed import REVISION_LABEL, Container, KubernetesNode, PodView
+from poc_operator.fleets.stages import PATIENCE_SECONDS, KubernetesNode
+from poc_operator.observed import REVISION_LABEL, Container, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
 from tests.unit.poc_operator.fleets.test_forecast import work
