@@ -38,6 +38,8 @@ _HOPELESS = {
     "CreateContainerError",
     "RunContainerError",
 }
+#: Those of them that a person has to end: a crash may be the last one, and a container runtime may recover.
+_UNSTARTABLE = _HOPELESS - {"CrashLoopBackOff", "CreateContainerError", "RunContainerError"}
 #: Seconds that a kubelet has had the pod from which on this counts: a registry may be away for a moment.
 PATIENCE_SECONDS = 120
 
@@ -145,6 +147,11 @@ def is_hopeless(pod: PodView, nodes: Nodes, now: datetime) -> bool:
         return True
     since = _begun(pod, nodes)
     return pod.waiting_for in _HOPELESS and since is not None and now - since >= timedelta(seconds=PATIENCE_SECONDS)
+
+
+def is_stuck(pod: PodView, nodes: Nodes, now: datetime) -> bool:
+    """Whether a pod does not come up before a person has changed something, as its image or a Secret that it names."""
+    return pod.waiting_for in _UNSTARTABLE and not node_fault(pod, nodes) and is_hopeless(pod, nodes, now)
 
 
 def is_late(pod: PodView, nodes: Nodes, now: datetime, limit: int) -> bool:
