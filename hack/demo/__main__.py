@@ -40,7 +40,8 @@ def program() -> None:
         print(introduction([tools.name for tools in TOOL_SETS if not tools.folder.exists()]), flush=True)
         kube = deploy_locally()
         _follow_operator(kube)
-        replace_outdated(kube)
+        with step("pods of an earlier spec"):
+            replace_outdated(kube)
     else:
         kube = _deploy_to_current(*_given(options.operator_values, options.fleet))
         _follow_operator(kube)
@@ -90,8 +91,8 @@ def _follow_operator(kube: Kube) -> None:
 
 
 def _run_round(kube: Kube) -> None:
-    # A round's spec is immutable: what an earlier demo left makes room.
-    kube.kubectl("--namespace", NAMESPACE, "delete", "pocround", "demo", "--ignore-not-found", limit=150)
+    with step("round of an earlier demo"):  # a round's spec is immutable: what is left makes room
+        kube.kubectl("--namespace", NAMESPACE, "delete", "pocround", "demo", "--ignore-not-found", limit=150)
     kube.kubectl("--namespace", NAMESPACE, "apply", "--filename", ROUND)
     follow("round", lambda: round_progress(kube, NAMESPACE, "demo"), ROUND_SECONDS)
     print(f"\n$ kubectl -n {NAMESPACE} get pocrounds")
