@@ -5,7 +5,7 @@ import argparse
 import json
 from pathlib import Path
 
-from hack.demo.guide import introduction, next_steps
+from hack.demo.guide import introduction, next_steps, plugin_steps
 from hack.demo.looks import deployment, fleet, round_progress
 from hack.deploy.kube import Kube, current_kube
 from hack.deploy.local import FLEET, OPERATOR_CHART, SERVED_NAME
@@ -102,13 +102,14 @@ def _run_round(kube: Kube) -> None:
 
 def _say_what_next(kube: Kube) -> None:
     """Print the lines that a newcomer tries next."""
-    print("Try next:")
+    print("Try next, in this folder:")
     steps = next_steps(
         kubectl=kube.kubectl_path,
         kubeconfig=kube.kubeconfig,
         system=SYSTEM_NAMESPACE,
         namespace=NAMESPACE,
         gateway=GATEWAY,
+        plugin=plugin_steps(),
     )
     print("\n".join(f"  {line}" for line in steps))
 
