@@ -169,6 +169,14 @@ def test_pods_that_cannot_run() -> None:
     assert conditions(step)["Degraded"] == "True"
 
 
+def test_a_condition_has_the_words_of_the_registry() -> None:
+    told = 'Back-off pulling image "acme/vllm:1": ErrImagePull: failed to authorize: 401 Unauthorized'
+    pod = an_unready_pod(0, "ImagePullBackOff", waiting_message=told)
+    found = look(a_fleet(), stored(a_fleet()), [pod]).status
+    assert found.message == f"demo-0 (ImagePullBackOff: {told}) cannot run"
+    assert {found.own_conditions[kind].message for kind in ("Ready", "Degraded", "Stalled")} == {found.message}
+
+
 def an_unready_pod(number: int, why: str, age: int = PATIENCE_SECONDS, **fields: Any) -> PodView:  # noqa: ANN401
     times = {"created": NOW - timedelta(seconds=age), "taken": NOW - timedelta(seconds=age)}
     return a_pod(number, ready=False, waiting_for=why, **{"node": "node-1", **times, **fields})

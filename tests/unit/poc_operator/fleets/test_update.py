@@ -314,6 +314,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "crashes": ({"ready": False, "waiting_for": "CrashLoopBackOff", "age": 5}, "cannot run (CrashLoopBackOff)"),
     "restarted": ({"ready": False, "restarts": 1, "age": 5}, "cannot run (ContainersNotReady)"),
     "no image": ({"ready": False, "waiting_for": "ImagePullBackOff"}, "cannot run (ImagePullBackOff)"),
+    "no such image": (
+        {"ready": False, "waiting_for": "ErrImagePull", "waiting_message": "acme/vllm:2: not found"},
+        "cannot run (ErrImagePull: acme/vllm:2: not found)",
+    ),
     "too slow": ({"ready": False, "age": 3601}, "was not ready within 3600 s"),
     "wrong vectors": ({}, "failed its self-check: 9 of 32 differ"),
 }
