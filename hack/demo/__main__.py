@@ -5,7 +5,7 @@ import argparse
 import json
 from pathlib import Path
 
-from hack.demo.guide import introduction, next_steps
+from hack.demo.guide import introduction, next_steps, plugin_steps
 from hack.demo.looks import deployment, fleet, round_progress
 from hack.deploy.kube import Kube, current_kube
 from hack.deploy.local import FLEET, OPERATOR_CHART, SERVED_NAME
@@ -40,7 +40,8 @@ def program() -> None:
         print(introduction([tools.name for tools in TOOL_SETS if not tools.folder.exists()]), flush=True)
         kube = deploy_locally()
         _follow_operator(kube)
-        replace_outdated(kube)
+        with step("pods of an earlier spec"):
+            replace_outdated(kube)
     else:
         kube = _deploy_to_current(*_given(options.operator_values, options.fleet))
         _follow_operator(kube)
@@ -90,8 +91,8 @@ def _follow_operator(kube: Kube) -> None:
 
 
 def _run_round(kube: Kube) -> None:
-    # A round's spec is immutable: what an earlier demo left makes room.
-    kube.kubectl("--namespace", NAMESPACE, "delete", "pocround", "demo", "--ignore-not-found", limit=150)
+    with step("round of an earlier demo"):  # a round's spec is immutable: what is left makes room
+        kube.kubectl("--namespace", NAMESPACE, "delete", "pocround", "demo", "--ignore-not-found", limit=150)
     kube.kubectl("--namespace", NAMESPACE, "apply", "--filename", ROUND)
     follow("round", lambda: round_progress(kube, NAMESPACE, "demo"), ROUND_SECONDS)
     print(f"\n$ kubectl -n {NAMESPACE} get pocrounds")
@@ -101,13 +102,14 @@ def _run_round(kube: Kube) -> None:
 
 def _say_what_next(kube: Kube) -> None:
     """Print the lines that a newcomer tries next."""
-    print("Try next:")
+    print("Try next, in this folder:")
     steps = next_steps(
         kubectl=kube.kubectl_path,
         kubeconfig=kube.kubeconfig,
         system=SYSTEM_NAMESPACE,
         namespace=NAMESPACE,
         gateway=GATEWAY,
+        plugin=plugin_steps(),
     )
     print("\n".join(f"  {line}" for line in steps))
 

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the demo says before it begins, and where it leads when it has ended."""
 
+import re
 import shlex
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from hack.images.site import ROOT
 from hack.toolchain.durations import estimate
 
 #: Seconds that a run takes on two idle cores, from nothing and with all tools; docs/benchmarks.md has the measurements.
 _COLD_SECONDS, _WARM_SECONDS = 570.0, 70.0
 _PORT = 8080
+_PLUGIN_PAGE = "docs/operate/kubectl-poc.md"
 
 
 def introduction(missing: Sequence[str]) -> str:
@@ -34,10 +38,25 @@ def introduction(missing: Sequence[str]) -> str:
     )
 
 
-def next_steps(*, kubectl: Path | str, kubeconfig: Path | None, system: str, namespace: str, gateway: str) -> list[str]:
+def plugin_steps() -> list[str]:
+    """Return the lines that install the kubectl plugin from this repository, as its page has them; none if it is there.
+
+    They are for a shell in the repository's root, as all that next_steps() returns.
+    """
+    if shutil.which("kubectl-poc") is not None:
+        return []
+    blocks = re.findall(r"^```sh\n(.*?)^```$", (ROOT / _PLUGIN_PAGE).read_text(), re.DOTALL | re.MULTILINE)
+    (block,) = (one for one in blocks if "locks/cli.txt" in one)
+    return ["# The kubectl plugin, which is not on your PATH. It needs a package index:", *block.splitlines()]
+
+
+def next_steps(
+    *, kubectl: Path | str, kubeconfig: Path | None, system: str, namespace: str, gateway: str, plugin: Sequence[str]
+) -> list[str]:
     """Return the lines for a newcomer after the round: commands for a shell, and comments.
 
     ``system`` is the namespace of the ``gateway``'s Service and Secret, ``namespace`` that of fleet and round.
+    ``plugin`` are plugin_steps().
     """
     setting = [] if kubeconfig is None else [f"export KUBECONFIG={shlex.quote(str(kubeconfig))}"]
     secret = f"kubectl -n {system} get secret {gateway}-tokens -o jsonpath='{{.data.token}}'"
@@ -47,10 +66,12 @@ def next_steps(*, kubectl: Path | str, kubeconfig: Path | None, system: str, nam
         f"alias kubectl={shlex.quote(str(kubectl))}",
         f"kubectl -n {namespace} describe pocround demo",
         f"kubectl -n {namespace} get pocfleets",
+        *plugin,
+        f"# Another round, and the plugin's live view of it, until Ctrl-C ({_PLUGIN_PAGE} has more):",
+        f"kubectl -n {namespace} delete pocround demo; kubectl -n {namespace} apply -f docs/examples/round.yaml",
+        f"kubectl poc -n {namespace} status -w",
+        # Last, since it goes on until somebody ends it.
         f"# The web page: forward its port, open http://localhost:{_PORT}/web/ and give it the token:",
         f"{secret} | base64 -d | cut -d, -f1",
         f"kubectl -n {system} port-forward service/{gateway} {_PORT}",
-        "# Another round, and the live view of the plugin (docs/operate/kubectl-poc.md installs it):",
-        f"kubectl -n {namespace} delete pocround demo; kubectl -n {namespace} apply -f docs/examples/round.yaml",
-        f"kubectl poc -n {namespace} status -w",
     ]

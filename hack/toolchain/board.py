@@ -2,7 +2,8 @@
 """The stages under way: a bar for each on a terminal, plain lines elsewhere.
 
 The bars stand below everything that was printed, and are drawn anew twice a second. No mode of the terminal is changed
-and the cursor stays visible, so a program that is killed leaves nothing to repair.
+and the cursor stays visible, so a program that is killed leaves nothing to repair. Where there is no terminal, a line
+now and then says what goes on, so that nobody takes a long stage for one that hangs.
 """
 
 import errno
@@ -17,8 +18,8 @@ from math import ceil
 
 #: Seconds between two drawings of the bars.
 DRAW_SECONDS = 0.5
-#: Seconds between two lines about one stage where the output is not a terminal.
-QUIET_SECONDS = 15.0
+#: Where the output is not a terminal, nothing is printed for so many seconds at most while a stage is under way.
+QUIET_SECONDS = 30.0
 _CELLS = 20
 _TITLE = 36
 #: A time left is said in minutes above the first of these, in tens of seconds above the second, and below in words.
@@ -35,8 +36,8 @@ class Bar:
     expected: float | None = None
     detail: str = ""
     begun: float = field(default_factory=time.monotonic)
-    #: When ``detail`` was printed last, where there is no terminal.
-    printed: float = float("-inf")
+    #: Whether a line has told of its start, where there is no terminal.
+    announced: bool = False
 
     @property
     def elapsed(self) -> float:
@@ -45,10 +46,20 @@ class Bar:
 
     def line(self, width: int) -> str:
         """Return the bar as one line of at most ``width`` characters."""
-        minutes, seconds = divmod(int(self.elapsed), 60)
-        bar = f"{self.title[:_TITLE]} [{self._cells()}] {minutes}:{seconds:02}"
+        bar = f"{self.title[:_TITLE]} [{self._cells()}] {self._clock}"
         parts = (bar, time_left(self.elapsed, self.expected), self.detail)
         return "  ".join(filter(None, map(printable, parts)))[:width]
+
+    @property
+    def words(self) -> str:
+        """The same in words, for a log."""
+        parts = (self._clock, time_left(self.elapsed, self.expected), self.detail)
+        return f"{self.title} ({', '.join(filter(None, map(printable, parts)))})"
+
+    @property
+    def _clock(self) -> str:
+        minutes, seconds = divmod(int(self.elapsed), 60)
+        return f"{minutes}:{seconds:02}"
 
     def _cells(self) -> str:
         if self.expected is None:
@@ -115,15 +126,16 @@ class Board:
         #: The lengths of the lines that are on the screen below the printed ones.
         self._drawn: list[int] = []
         self._drawing: threading.Thread | None = None
+        #: When a line was printed last, or the first of these stages began.
+        self._said = time.monotonic()
 
     def begin(self, bar: Bar, opening: str) -> None:
         """Show a bar from now on; where there is no terminal, print ``opening`` unless it is empty."""
-        if not on_terminal():
-            if opening:
-                self.say(opening)
-            return
         with self._writing():
+            self._said = max(self._said, bar.begun) if not self._bars else self._said
             self._bars.append(bar)
+            if not on_terminal():
+                self._announce(bar, opening)
             self._redraw()
             if self._drawing is None:
                 self._drawing = threading.Thread(target=self._go_on, name="progress", daemon=True)
@@ -131,10 +143,14 @@ class Board:
 
     def tell(self, bar: Bar, detail: str) -> None:
         """Say what a stage does or waits for."""
-        changed, bar.detail = detail != bar.detail, detail
-        if changed and not on_terminal() and time.monotonic() - bar.printed > QUIET_SECONDS:
-            bar.printed = time.monotonic()
-            self.say(f"{bar.title}: {printable(detail)}")
+        bar.detail = detail
+        if not bar.announced and not on_terminal():
+            self._announce(bar, f"{bar.title}: {printable(detail)}")
+
+    def _announce(self, bar: Bar, opening: str) -> None:
+        if opening:
+            bar.announced = True
+            self.say(opening)
 
     def end(self, bar: Bar, closing: str) -> None:
         """Take a bar away and leave one line in its place."""
@@ -148,16 +164,19 @@ class Board:
         with self._writing():
             self._erase()
             print(text, flush=True)
+            self._said = time.monotonic()
             self._draw()
 
     def _go_on(self) -> None:
-        """Draw the bars until there are none."""
+        """Draw the bars until there are none; where there is no terminal, say now and then which there are."""
         while True:
             time.sleep(DRAW_SECONDS)
             with self._writing():
                 if not self._bars:
                     self._drawing = None
                     return
+                if not on_terminal() and time.monotonic() - self._said >= QUIET_SECONDS:
+                    self.say(f"still under way: {', '.join(bar.words for bar in self._bars)}")
                 self._redraw()
 
     @contextmanager
@@ -177,7 +196,7 @@ class Board:
         self._draw()
 
     def _draw(self) -> None:
-        if not self._bars:
+        if not self._bars or not on_terminal():
             return
         size = _size()
         # One character less than the terminal has: in the last column some begin a new row.

@@ -76,6 +76,7 @@ class PodView:
     )
     disrupted: bool = False  # ended by the cluster: evicted, preempted, its node drained or lost
     waiting_for: str = ""  # why it is not ready, in the kubelet's words
+    waiting_message: str = ""  # what is told of that, as by a registry: of any length, and not fit to be shown
     containers: Sequence[Container] = ()
     node: str = ""  # the Kubernetes node that it was given to
     sandboxed: bool = False  # its volumes and its network are there: only images and containers are missing
@@ -95,6 +96,7 @@ class PodView:
         meta, status = body["metadata"], body.get("status") or {}
         conditions = {c["type"]: c for c in status.get("conditions") or []}
         ready, scheduled = conditions.get("Ready", {}), conditions.get("PodScheduled", {})
+        waiting_for, waiting_message = _waiting_for(status, conditions)
         return cls(
             name=meta["name"],
             namespace=meta["namespace"],
@@ -106,7 +108,8 @@ class PodView:
             gone=status.get("phase") in ("Succeeded", "Failed") or ("deletionTimestamp" in meta and _has_ended(status)),
             terminating="deletionTimestamp" in meta,
             disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
-            waiting_for=_waiting_for(status, conditions),
+            waiting_for=waiting_for,
+            waiting_message=waiting_message,
             containers=_containers(body.get("spec") or {}, status),
             node=(body.get("spec") or {}).get("nodeName") or "",
             sandboxed=conditions.get("PodReadyToStartContainers", {}).get("status") == "True",
@@ -164,23 +167,6 @@ class PodView:
         if server.startup_seconds is None:
             return server.running_since + timedelta(seconds=default_seconds)
         return None if server.started else server.running_since + timedelta(seconds=server.startup_seconds)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KubernetesNode:
-    """Whether the kubelet of a Kubernetes node is well, since when that is so, and whether it takes no new pods."""
-
-    ready: bool
-    since: datetime | None = None
-    cordoned: bool = False
-
-    @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> Self:
-        """Read the API server's JSON. A node that says nothing yet is not ready."""
-        status, cordoned = body.get("status") or {}, bool((body.get("spec") or {}).get("unschedulable"))
-        found: Mapping[str, Any] = next((one for one in status.get("conditions") or [] if one["type"] == "Ready"), {})
-        since = _moment(found.get("lastTransitionTime"))
-        return cls(ready=found.get("status") == "True", since=since, cordoned=cordoned)
 
 
 _LAST_WORDS = 200  # so much of a container's last line is told
@@ -278,19 +264,23 @@ def _ports(container: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(port["containerPort"] for port in container.get("ports") or [])
 
 
-def _waiting_for(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the most telling reason why a pod is not ready: image, crash, scheduling, else readiness."""
+#: What containers wait for before anything can have gone wrong with them.
+_BEGINNING = ("ContainerCreating", "PodInitializing")
+
+
+def _waiting_for(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
+    """Return the most telling reason why a pod is not ready, with its message: image, crash, scheduling, readiness."""
     # While an init container cannot run, all others only wait for it.
     containers = [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
     waits = [waiting for one in containers if (waiting := (one.get("state") or {}).get("waiting"))]
-    reasons = [str(waiting.get("reason", "ContainerWaiting")) for waiting in waits]
-    if reasons:
-        return next((one for one in reasons if one not in ("ContainerCreating", "PodInitializing")), reasons[0])
+    if waits:
+        found = next((one for one in waits if one.get("reason") not in _BEGINNING), waits[0])
+        return str(found.get("reason", "ContainerWaiting")), str(found.get("message") or "")
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
-        return str(scheduled.get("message") or scheduled.get("reason") or "Unschedulable")
+        return str(scheduled.get("message") or scheduled.get("reason") or "Unschedulable"), ""
     ready = conditions.get("Ready", {})
-    return str(ready.get("reason", "Pending")) if ready.get("status") != "True" else ""
+    return (str(ready.get("reason", "Pending")) if ready.get("status") != "True" else ""), ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from tests.cluster.objects import Rounds
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120, func_only=True)]
 
 NAMESPACE = "poc-test"
+NO_IMAGE = "localhost/no-such-image:1"
 STUCK = {"poc-test-pod": "stuck"}
 
 
@@ -26,7 +27,7 @@ def elsewhere(kube: Kube) -> Iterator[Rounds]:
 def stuck_pod(kube: Kube) -> Iterator[str]:
     """A pod whose image is nowhere."""
     kube.ensure_namespace(NAMESPACE, {})
-    container = {"name": "vllm", "image": "localhost/no-such-image:1", "imagePullPolicy": "Never"}
+    container = {"name": "vllm", "image": NO_IMAGE, "imagePullPolicy": "Never"}
     metadata = {"name": "stuck", "namespace": NAMESPACE, "labels": STUCK}
     kube.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [container]}})
     yield "stuck"
@@ -81,7 +82,8 @@ def test_no_pod_matches(elsewhere: Rounds) -> None:
 def test_no_pod_is_ready(elsewhere: Rounds, stuck_pod: str) -> None:
     elsewhere.apply("waiting", selector={"matchLabels": STUCK})
     elsewhere.wait_for_reason("waiting", "Progressing", "NoPodReady")
-    says = f"waiting for one of 1 pods to become ready: {stuck_pod} (ErrImageNeverPull)"
+    why = f'ErrImageNeverPull: Container image "{NO_IMAGE}" is not present with pull policy of Never'
+    says = f"waiting for one of 1 pods to become ready: {stuck_pod} ({why})"
     elsewhere.wait_until("waiting", lambda found: found.status.message == says)
 
 

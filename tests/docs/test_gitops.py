@@ -2,7 +2,8 @@
 """Argo CD's health check, run by the Lua that Argo CD runs, on conditions that the operator writes."""
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from poc_operator.apis.v1alpha1.fleet_update import UpdateStatus
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.conditions import PodCounts, Verdict
 from poc_operator.fleets.resolve import Refusal
+from poc_operator.observed import PodView
 from poc_operator.planning.conditions import conditions_of
 from tests.docs.pages import blocks
 
@@ -84,13 +86,18 @@ def test_a_changed_spec_is_not_healthy_before_the_operator_has_seen_it() -> None
     assert health(conditions, generation=2) == ("Progressing", "waiting for the operator")
 
 
-def _fleet(replicas: int) -> list[Condition]:
-    seen = PodCounts(replicas=replicas, port=8000, pods=[], outdated=[], observed=True)
+def _fleet(replicas: int, *pods: PodView) -> list[Condition]:
+    seen = PodCounts(replicas=replicas, port=8000, pods=pods, outdated=[], observed=True, nodes={}, now=NOW)
     return Verdict.of_pods(seen, UpdateStatus()).conditions(NOW, 1)
 
 
 def test_a_fleet() -> None:
     assert health(_fleet(replicas=0)) == ("Healthy", "spec.replicas is 0: raise it to have pods")
     assert health(_fleet(replicas=1))[0] == "Progressing"
+    pod = PodView(name="demo-0", namespace="poc", uid="u", node="gpu-1", waiting_for="ErrImagePull", created=NOW)
+    assert health(_fleet(1, pod)) == ("Degraded", "demo-0 (ErrImagePull) cannot run")
+    stuck = _fleet(1, replace(pod, created=NOW - timedelta(hours=1), taken=NOW - timedelta(hours=1)))
+    assert {one.type for one in stuck if one.status == "True"} == {"Degraded", "Stalled"}
+    assert health(stuck) == ("Degraded", "demo-0 (ErrImagePull) cannot run")
     refused = Verdict.of_refusal(Refusal(Reason.IMAGE_MISSING, "name an image"))
     assert health(refused.conditions(NOW, 1)) == ("Degraded", "name an image")

@@ -24,6 +24,7 @@ from poc_operator.cli.pod_metrics import Chat, PodKey
 from poc_operator.cli.redaction import Redactor
 from poc_operator.fleets.render import CONTAINER
 from poc_operator.observed import PodView
+from poc_operator.planning.eligibility import why_waiting
 
 Work = PoCRound | PoCValidation | PoCCalibration
 Subject = Work | PoCFleet
@@ -305,7 +306,7 @@ def _of_pods(found: Evidence) -> Iterable[Finding]:
 def _of_pod(pod: PodView, log: LogEnd | None) -> Finding:
     where = f"kubectl -n {pod.namespace}"
     ended = next((one.last_end for one in pod.containers if one.last_end), "")
-    why = "is being deleted" if pod.terminating else f"is not ready ({pod.waiting_for or 'it starts'})"
+    why = "is being deleted" if pod.terminating else f"is not ready ({why_waiting(pod) or 'it starts'})"
     step = step_of(log.text) if log is not None else None
     if log is not None:
         why = f"is Loading: {step}" if step else "is Loading"

@@ -20,8 +20,8 @@ from poc_operator.clients.kube.fleet_objects import FleetObjects
 from poc_operator.fleets.plan import Key, key_of
 from poc_operator.fleets.render import claim_of
 from poc_operator.fleets.resolve import TOKEN_SECRET, Invalid, Presets, Surroundings, packaged, with_config_maps
-from poc_operator.fleets.stages import Nodes
-from poc_operator.observed import KubernetesNode, PodView
+from poc_operator.fleets.stages import KubernetesNode, Nodes
+from poc_operator.observed import PodView
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from poc_operator.fleets.download import PORT as DOWNLOAD_PORT
 from poc_operator.fleets.download import waits_for
 from poc_operator.fleets.healing import Finding
 from poc_operator.fleets.resolve import Refusal, Surroundings
-from poc_operator.fleets.stages import cannot_run, stages_of
+from poc_operator.fleets.stages import Nodes, cannot_run, is_stuck, stages_of
 from poc_operator.observed import PodView
 
 _Told = tuple[bool, Reason, str]
@@ -28,7 +28,8 @@ _UPDATES = {UpdatePhase.FAILED: Reason.UPDATE_FAILED, UpdatePhase.STOPPED: Reaso
 class PodCounts:
     """The pods that stay, and what there should be. ``observed``: the StatefulSet's status is about its present spec.
 
-    ``outdated`` are those of an old revision, and ``port`` is that of the pods' server.
+    ``outdated`` are those of an old revision, and ``port`` is that of the pods' server. ``nodes`` are the Kubernetes
+    nodes that are known.
     """
 
     replicas: int
@@ -36,6 +37,18 @@ class PodCounts:
     pods: Sequence[PodView]
     outdated: Sequence[PodView]
     observed: bool
+    nodes: Nodes
+    now: datetime
+
+    def is_stuck(self, pod: PodView) -> bool:
+        """Whether a pod waits for a person. One of an old revision is replaced, so it waits for nobody."""
+        return pod not in self.outdated and is_stuck(pod, self.nodes, self.now)
+
+    @property
+    def waits(self) -> bool:
+        """Whether all that is not as it should be waits for a person."""
+        stuck = [self.is_stuck(pod) for pod in self.pods if not pod.ready]
+        return len(self.pods) == self.replicas and not self.outdated and all(stuck)
 
     @property
     def ready(self) -> int:
@@ -67,9 +80,12 @@ class Verdict:
         if waits is not None:
             failing = [pod for pod in seen.pods if cannot_run(pod)]
             told = _why_failing(failing, seen.port) if failing else (Reason.REPLICAS_NOT_READY, waits)
-            degraded = bool(failing)
+            stuck = any(map(seen.is_stuck, failing))
             return cls(
-                ready=(False, *told), progressing=(True, *told), degraded=(degraded, *told), stalled=(False, *told)
+                ready=(False, *told),
+                progressing=(not (stuck and seen.waits), *told),
+                degraded=(bool(failing), *told),
+                stalled=(stuck, *told),
             )
         outdated = (Reason.PODS_OUTDATED, update.message) if seen.outdated else fine
         return cls(
@@ -97,12 +113,13 @@ class Verdict:
         told = (reason, update.message)
         return replace(self, ready=(self.ready[0], *told), degraded=(True, *told), stalled=(True, *told))
 
-    def with_download(self, ahead: Download | None, pods: Sequence[PodView], *, exists: bool) -> Self:
+    def with_download(self, ahead: Download | None, pods: Sequence[PodView], seen: PodCounts, *, exists: bool) -> Self:
         """Return the verdict while the StatefulSet, which may exist, waits for a model that ``pods`` download."""
         if ahead is None or ahead.state is DownloadState.DOWNLOADED:
             return self
         failing = [pod for pod in pods if pod.stays and cannot_run(pod)]
         failed = ahead.state is DownloadState.FAILED or bool(failing)
+        stuck = any(is_stuck(pod, seen.nodes, seen.now) for pod in failing)
         if ahead.state is DownloadState.FAILED:
             told = (Reason.DOWNLOAD_FAILED, f"the download of {ahead.model} has failed: {ahead.message}")
         elif failing:
@@ -113,9 +130,9 @@ class Verdict:
         return replace(
             self,
             ready=(self.ready[0] and exists, *told),
-            progressing=(True, *told),
+            progressing=(not stuck, *told),
             degraded=(True, *told) if failed else self.degraded,
-            stalled=(False, *told),
+            stalled=(stuck, *told),
         )
 
     def with_findings(self, findings: Sequence[Finding]) -> Self:

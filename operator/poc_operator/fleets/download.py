@@ -27,6 +27,7 @@ from poc_operator.fleets.render import CONTAINER, HASH, Object, claim_of, object
 from poc_operator.fleets.resolve import TOKEN_VOLUME, Resolved, Surroundings
 from poc_operator.fleets.strangers import foreign
 from poc_operator.observed import PodView
+from poc_operator.planning.eligibility import why_waiting
 
 #: Port of the download's container that tells how far it is.
 PORT = 8000
@@ -263,7 +264,7 @@ def holds_back(record: Download, pods: Sequence[PodView]) -> str:
 def _how_far(record: Download, pods: Sequence[PodView]) -> str:
     if record.percent is not None:
         return f": {record.percent} %"
-    waiting = next((pod.waiting_for for pod in pods if pod.stays and not pod.ready and pod.waiting_for), "")
+    waiting = next((why_waiting(pod) for pod in pods if pod.stays and not pod.ready and pod.waiting_for), "")
     return f" ({waiting})" if waiting else ""
 
 

@@ -434,18 +434,19 @@ class _Parts:
     def status(self, refusal: Refusal | None, ahead: Download | None, update: UpdateStatus) -> FleetStatus:
         """Return the status to record; ``refusal`` says why the fleet cannot be as its spec wants it."""
         seen, resolved, fleet, old = self.seen, self.resolved, self.seen.fleet, self.seen.fleet.status
-        newest = seen.newest or old.update_revision
-        pods = seen.staying
+        newest, pods = seen.newest or old.update_revision, seen.staying
         waits = update.phase is UpdatePhase.WAITING  # nothing has the template yet that the spec asks for
         outdated = [pod for pod in pods if waits or (newest and pod.revision not in ("", newest))]
+        port, checks = fleet.spec.port, fleet.spec.self_check.enabled
         counts = PodCounts(
             replicas=fleet.spec.replicas,
-            port=fleet.spec.port,
+            port=port,
             pods=pods,
             outdated=outdated,
             observed=seen.is_observed,
+            nodes=seen.nodes,
+            now=seen.now,
         )
-        port, checks = fleet.spec.port, fleet.spec.self_check.enabled
         entries = with_stages(self.checked.pods, old.pods, pods, port, seen.gpu_errors, checks_pods=checks)
         verdict = self._verdict(counts, refusal, ahead, update, entries)
         reason, message = verdict.shown
@@ -491,8 +492,7 @@ class _Parts:
         others = strangers(self.seen.fleet, self.seen.pods)
         if refusal is not None:
             return Verdict.of_refusal(refusal).with_findings(findings).with_strangers(others)
-        exists = self.seen.stateful_set is not None
         checks = finding(self.checked) if self.seen.fleet.spec.self_check.enabled else None
         found = Verdict.of_pods(counts, update).with_checks(checks).with_update(update)
-        found = found.with_download(ahead, self.seen.download.pods, exists=exists)
+        found = found.with_download(ahead, self.seen.download.pods, counts, exists=self.seen.stateful_set is not None)
         return found.with_findings(findings).with_strangers(others)

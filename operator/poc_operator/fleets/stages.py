@@ -15,10 +15,11 @@ nodes, only what the pod itself tells counts. A node that cannot pull images loo
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any, Self
 
 from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod, Stage
-from poc_operator.observed import Container, KubernetesNode, PodView
-from poc_operator.planning.eligibility import named
+from poc_operator.observed import Container, PodView
+from poc_operator.planning.eligibility import named, why_waiting
 from poc_operator.planning.snapshot import in_order
 from vllm_poc.wire.answers import Gpu
 
@@ -37,6 +38,8 @@ _HOPELESS = {
     "CreateContainerError",
     "RunContainerError",
 }
+#: Those of them that a person has to end: a crash may be the last one, and a container runtime may recover.
+_UNSTARTABLE = _HOPELESS - {"CrashLoopBackOff", "CreateContainerError", "RunContainerError"}
 #: Seconds that a kubelet has had the pod from which on this counts: a registry may be away for a moment.
 PATIENCE_SECONDS = 120
 
@@ -70,6 +73,23 @@ def _sum(counts: Iterable[int | None]) -> int | None:
     return sum(known) if known else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class KubernetesNode:
+    """Whether the kubelet of a Kubernetes node is well, since when that is so, and whether it takes no new pods."""
+
+    ready: bool
+    since: datetime | None = None
+    cordoned: bool = False
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """Read the API server's JSON. A node that says nothing yet is not ready."""
+        status, cordoned = body.get("status") or {}, bool((body.get("spec") or {}).get("unschedulable"))
+        found: Mapping[str, Any] = next((one for one in status.get("conditions") or [] if one["type"] == "Ready"), {})
+        since = datetime.fromisoformat(told) if (told := found.get("lastTransitionTime")) else None
+        return cls(ready=found.get("status") == "True", since=since, cordoned=cordoned)
+
+
 #: Kubernetes nodes by name, as far as they are known.
 Nodes = Mapping[str, KubernetesNode]
 
@@ -100,7 +120,7 @@ def stages_of(pods: Sequence[PodView], port: int) -> str:
 
 def _state(pod: PodView, port: int) -> str:
     stage = stage_of(pod, port)
-    why = pod.waiting_for if cannot_run(pod) else ""
+    why = why_waiting(pod) if cannot_run(pod) else ""
     last_end = pod.container(port).last_end
     ended = f"last ended with {last_end}" if last_end else ""
     return "; ".join(text for text in (why or stage.value, ended) if text)
@@ -129,6 +149,11 @@ def is_hopeless(pod: PodView, nodes: Nodes, now: datetime) -> bool:
     return pod.waiting_for in _HOPELESS and since is not None and now - since >= timedelta(seconds=PATIENCE_SECONDS)
 
 
+def is_stuck(pod: PodView, nodes: Nodes, now: datetime) -> bool:
+    """Whether a pod does not come up before a person has changed something, as its image or a Secret that it names."""
+    return pod.waiting_for in _UNSTARTABLE and not node_fault(pod, nodes) and is_hopeless(pod, nodes, now)
+
+
 def is_late(pod: PodView, nodes: Nodes, now: datetime, limit: int) -> bool:
     """Whether a pod is not ready although it should have come up more than ``limit`` seconds ago."""
     since = _begun(pod, nodes)
@@ -144,7 +169,7 @@ def is_homeless(pod: PodView, now: datetime) -> bool:
 def why_not_ready(pod: PodView, nodes: Nodes, now: datetime) -> str:
     """Say in a few words why a pod is not ready."""
     cannot = is_hopeless(pod, nodes, now) or (not pod.node and cannot_run(pod))
-    return node_fault(pod, nodes) or (pod.waiting_for if cannot else "not ready")
+    return node_fault(pod, nodes) or (why_waiting(pod) if cannot else "not ready")
 
 
 def why_not_running(pod: PodView, nodes: Nodes, now: datetime, limit: int) -> str | None:
@@ -152,10 +177,10 @@ def why_not_running(pod: PodView, nodes: Nodes, now: datetime, limit: int) -> st
     if pod.ready or node_fault(pod, nodes):
         return None
     if is_hopeless(pod, nodes, now) or _has_ended(pod, nodes):
-        return f"pod {pod.name} cannot run ({pod.waiting_for or 'its container has ended'})"
+        return f"pod {pod.name} cannot run ({why_waiting(pod) or 'its container has ended'})"
     # Without a Kubernetes node it waits for one.
     if pod.node and is_late(pod, nodes, now, limit):
-        return f"pod {pod.name} was not ready within {limit} s ({pod.waiting_for or 'not ready'})"
+        return f"pod {pod.name} was not ready within {limit} s ({why_waiting(pod) or 'not ready'})"
     return None
 
 

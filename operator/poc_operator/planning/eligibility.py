@@ -7,6 +7,7 @@ A pod that loads its model is no pod that does not answer: its server has yet to
 own startup probe, or ``spec.podStartupSeconds`` where it has none.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TypeVar
@@ -198,6 +199,33 @@ def named(pods: Sequence[PodT], detail: Callable[[PodT], str]) -> str:
     return texts if len(pods) <= NAMED_PODS else f"{texts} and {len(pods) - NAMED_PODS} more"
 
 
+#: Characters that are told of a message of the kubelet: three pods with such messages fit into a condition's.
+_MESSAGE = 120
+#: An address: the server and the path. Users, passwords and signatures stand in the rest.
+_ADDRESS = re.compile(r"""(https?://)(?:[^/\s"']*@)?([^\s"'?]*)(?:\?[^\s"']*?(?=:?(?:[\s"']|$)))?""")
+_CRASHES = "CrashLoopBackOff"
+
+
+def why_waiting(pod: PodView) -> str:
+    """Say why a pod is not ready, in the kubelet's words, and in those of the registry that it gets no image from.
+
+    What is told of crashes is how long the next start waits, and changes with each.
+    """
+    told = "" if pod.waiting_for == _CRASHES else _shortened(pod.waiting_message)
+    return f"{pod.waiting_for}: {told}" if told else pod.waiting_for
+
+
+def _shortened(message: str) -> str:
+    """Return the end of a message in one line: what was being done is told first, and the cause last."""
+    line = _ADDRESS.sub(r"\1\2", " ".join(message.split()))
+    kept, *before = reversed("".join(filter(str.isprintable, line)).split(": "))
+    for part in before:
+        if len(part) + len(kept) + 2 > _MESSAGE:
+            break
+        kept = f"{part}: {kept}"
+    return kept if len(kept) <= _MESSAGE else f"{kept[: _MESSAGE - 1]}…"
+
+
 def loads_until(snapshot: Snapshot[Work], pod: PodView) -> datetime | None:
     """Return until when the pod may load its model; None if it does not load, or has had its time."""
     spec = snapshot.work.spec
@@ -233,7 +261,7 @@ def why_not_ready(snapshot: Snapshot[Work], pod: PodView) -> str:
     """Say what a pod that is not ready waits for."""
     until = loads_until(snapshot, pod)
     if until is None:
-        return pod.waiting_for or "not ready"
+        return why_waiting(pod) or "not ready"
     server = pod.container(snapshot.work.spec.port)
     left = (until - snapshot.now).total_seconds()
     so_far = snapshot.seconds_since(server.running_since)

@@ -286,6 +286,52 @@ def test_a_log_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+class Log:
+    """What a program prints where there is no terminal, with a board of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, quiet_seconds: float) -> None:
+        self._out = io.StringIO()
+        monkeypatch.setattr(sys, "stdout", self._out)
+        monkeypatch.setattr(board, "DRAW_SECONDS", 0.01)
+        monkeypatch.setattr(board, "QUIET_SECONDS", quiet_seconds)
+        monkeypatch.setattr(steps, "BOARD", Board())
+
+    @property
+    def lines(self) -> list[str]:
+        return [re.sub(r"\d\.\d s", "T", line) for line in self._out.getvalue().splitlines()]
+
+    def wait_for(self, line: str) -> None:
+        end = time.monotonic() + 20
+        while line not in self.lines:
+            assert time.monotonic() < end, self.lines
+            time.sleep(0.01)
+
+
+def test_a_log_is_never_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log(monkeypatch, quiet_seconds=0.05)
+    still = "still under way: cluster up (0:00), kubernetes v1.34.4 (0:00, about 12 min left), pods (0:00"
+    with step("cluster up"), step("kubernetes v1.34.4", of="kubernetes"), step("pods") as pods:
+        log.wait_for(f"{still})")
+        assert log.lines[0] == "kubernetes v1.34.4: takes about 12 min"
+        # That a stage begins is told once. What it does after that is told with the rest.
+        pods.tell("0 of 2\npods ready")
+        pods.tell("1 of 2 pods ready")
+        log.wait_for(f"{still}, 1 of 2 pods ready)")
+    assert log.lines.count("pods: 0 of 2 pods ready") == 1
+    assert "pods: 1 of 2 pods ready" not in log.lines
+    assert log.lines[-3:] == ["pods: T", "kubernetes v1.34.4: T", "cluster up: T"]
+    time.sleep(0.2)
+    assert log.lines[-1] == "cluster up: T"
+
+
+def test_a_log_that_is_not_silent_is_told_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log(monkeypatch, quiet_seconds=20)
+    with step("cluster up") as one:
+        one.tell("starts")
+        time.sleep(0.2)
+    assert log.lines == ["cluster up: starts", "cluster up: T"]
+
+
 def test_the_longest_of_the_last_runs_counts() -> None:
     assert durations.estimate("new") is None
     assert durations.estimate("etcd") == durations.MEASURED["etcd"]

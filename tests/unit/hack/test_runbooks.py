@@ -27,6 +27,19 @@ def test_every_reason_has_a_section() -> None:
     assert headings == {str(reason) for reason in Reason}
 
 
+@pytest.mark.parametrize(
+    ("word", "reasons"),
+    [
+        ("ErrImagePull", {"PodsFailing", "UpdateFailed"}),
+        ("ImagePullBackOff", {"PodsFailing", "NoPodReady"}),
+        ("CrashLoopBackOff", {"PodsFailing"}),
+    ],
+)
+def test_what_kubectl_shows_of_a_pod_leads_to_a_runbook(word: str, reasons: set[str]) -> None:
+    sections = [part for page in runbooks.render().values() for part in page.split("\n## ")[1:]]
+    assert reasons <= {part.partition("\n")[0] for part in sections if word in part}
+
+
 @pytest.mark.parametrize("steps", [*FOUND.alerts.values(), *FOUND.reasons.values()])
 def test_names_in_steps_exist(steps: runbooks.Steps) -> None:
     assert {*steps.diagnose, *steps.fix} <= FOUND.commands.keys()

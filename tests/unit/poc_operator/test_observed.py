@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from poc_operator.observed import Container, KubernetesNode, Owner, PodView
+from poc_operator.observed import Container, Owner, PodView
 
 
 def body(restarts: int = 0, **status: Any) -> dict[str, Any]:  # noqa: ANN401 - the API server's JSON
@@ -82,15 +82,6 @@ def test_it_is_known_when_a_kubelet_took_a_pod(status: dict[str, Any], expected:
     pod = body(**status)
     pod["metadata"]["creationTimestamp"] = BORN
     assert PodView.parse(pod).taken == (datetime.fromisoformat(expected) if expected else None)
-
-
-@pytest.mark.parametrize(("word", "ready"), [("True", True), ("False", False), ("Unknown", False)])
-def test_a_kubernetes_node_is_ready_as_its_condition_says(word: str, ready: bool) -> None:
-    conditions = [{"type": "DiskPressure", "status": "True"}, {"type": "Ready", "status": word}]
-    conditions[1]["lastTransitionTime"] = BORN
-    found = KubernetesNode.parse({"status": {"conditions": conditions}})
-    assert found == KubernetesNode(ready=ready, since=datetime.fromisoformat(BORN))
-    assert KubernetesNode.parse({}) == KubernetesNode(ready=False)
 
 
 @pytest.mark.parametrize("word", ["True", "False", "Unknown"])

@@ -104,10 +104,13 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _FLEET,
     ),
     Reason.PODS_FAILING: Explanation(
-        "Degraded=True",
-        "Pods cannot run: they crash, or their image cannot be pulled. The message has the kubelet's reason.",
-        "Look at the Events in `kubectl describe pod`, and at the pod's log if it crashes. Correct what they name, "
-        "such as `spec.image`, and the operator replaces the pods.",
+        "Degraded=True, Stalled=True",
+        "Pods cannot run: they crash (`CrashLoopBackOff`), or their image cannot be pulled (`ErrImagePull`, "
+        "`ImagePullBackOff`). The message has the kubelet's reason, and the registry's words. `Stalled` is True after "
+        "two minutes without an image, or without a Secret or ConfigMap that the pod names.",
+        "If the image is not found, correct `spec.image`. If the registry denies it, set `spec.imagePullSecrets`. "
+        "Otherwise look at the Events in `kubectl describe pod`, and at the pod's log if it crashes. Correct what "
+        "they name, and the operator replaces the pods.",
         _FLEET,
     ),
     Reason.PODS_UNSCHEDULABLE: Explanation(
@@ -175,8 +178,8 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.UPDATE_COMPLETE: Explanation("Event", "All pods have the newest revision.", kinds=_FLEET),
     Reason.UPDATE_FAILED: Explanation(
         "Degraded, Stalled=True, Event",
-        "The first pod of a new revision failed its self-check, crashed, or was not ready in time. The fleet went back "
-        "to its last good revision. The message says what failed and what differs.",
+        "The first pod of a new revision failed its self-check, could not run (such as `ErrImagePull`), or was not "
+        "ready in time. The fleet went back to its last good revision. The message says what failed and what differs.",
         "Correct the spec. What failed is not tried again: to try the same once more, change an annotation in "
         "`spec.podTemplate.metadata.annotations`.",
         _FLEET,
@@ -216,7 +219,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.NO_POD_READY: Explanation(
         "Progressing=False",
-        "Pods exist and none is ready. The message has the kubelet's reason.",
+        "Pods exist and none is ready. The message has the kubelet's reason, such as `ImagePullBackOff`.",
         "Loading a model takes minutes. Otherwise look at `kubectl describe pod`.",
     ),
     Reason.PODS_UNREACHABLE: Explanation(

@@ -304,8 +304,8 @@ class PoCFleet(Resource):
         ConditionType.PROGRESSING: "Pods are created, load their model, are checked, or have an old revision.",
         ConditionType.DEGRADED: "A pod cannot run or fails the self-check, an update failed, or objects of the fleet "
         "cannot be kept as they should be.",
-        ConditionType.STALLED: "The fleet cannot go on without a change by you, as of its spec. `True` reads as failed "
-        "in tools that follow kstatus.",
+        ConditionType.STALLED: "The fleet cannot go on without a change by you, as of its spec, or of an image that "
+        "cannot be pulled. `True` reads as failed in tools that follow kstatus.",
     }
 
     spec: FleetSpec

@@ -122,10 +122,12 @@ def a_fleet(name: str = "demo", *, conditions: Any = (), update: Any = None, **s
     }
 
 
-def a_pod(name: str, *, ready: bool = True, waiting: str = "") -> dict[str, Any]:
-    """Return a pod of the fleet."""
+def a_pod(name: str, *, ready: bool = True, waiting: str = "", says: str = "") -> dict[str, Any]:
+    """Return a pod of the fleet; ``says`` is the message beside what it is waiting for."""
     labels = {"poc.gonka.ai/worker": "true", "poc.gonka.ai/fleet": "demo"}
-    state = {"waiting": {"reason": waiting}} if waiting else {"running": {"startedAt": START.isoformat()}}
+    state = (
+        {"waiting": {"reason": waiting, "message": says}} if waiting else {"running": {"startedAt": START.isoformat()}}
+    )
     container = {"name": "vllm", "ready": ready, "restartCount": 0, "state": state, "containerID": "containerd://1"}
     return {
         "metadata": metadata(name, labels=labels),

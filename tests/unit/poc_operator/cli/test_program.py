@@ -78,14 +78,17 @@ def test_a_watch_in_a_pipe_shows_each_look(run: Run, api: ApiPaths, monkeypatch:
 
 def test_explain_names_what_is_wrong_and_what_to_do(run: Run, api: ApiPaths) -> None:
     waits = seen.condition("Progressing", "False", "NoPodReady", "waiting for one of 2 pods: demo-1 (ImagePullBackOff)")
+    stuck = seen.a_pod(
+        "demo-1", ready=False, waiting="ImagePullBackOff", says="Back-off: example/vllm-poc:2: not found"
+    )
     api.answers[f"{seen.API}/pocrounds/round-1"] = seen.a_round(state="Pending", conditions=[waits], assignments=[])
-    api.answers[seen.PODS] = [seen.a_pod("demo-0"), seen.a_pod("demo-1", ready=False, waiting="ImagePullBackOff")]
+    api.answers[seen.PODS] = [seen.a_pod("demo-0"), stuck]
     done = run("explain", "round-1")
     assert done.code == 0, done.err
     for part in (
         "NoPodReady: Waiting for one of 2 pods: demo-1 (ImagePullBackOff).",
         "What to do: Loading a model takes minutes.",
-        "PodNotReady: Pod demo-1 is not ready (ImagePullBackOff",
+        "PodNotReady: Pod demo-1 is not ready (ImagePullBackOff: Back-off: example/vllm-poc:2: not found).",
         "WorkLost: node 0 group 0",
         "kubectl -n poc describe pod demo-1",
     ):

@@ -18,7 +18,8 @@ from poc_operator.controller.fleet_surroundings import (
     FleetSurroundings,
 )
 from poc_operator.fleets.resolve import Refusal, resolve
-from poc_operator.observed import REVISION_LABEL, KubernetesNode, PodView
+from poc_operator.fleets.stages import KubernetesNode
+from poc_operator.observed import REVISION_LABEL, PodView
 from tests.unit.poc_operator.fleets.build import a_fleet
 
 ROLLING = {"update": {"phase": "Rolling"}}

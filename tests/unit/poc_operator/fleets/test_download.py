@@ -3,6 +3,8 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.download import DownloadSeen, revision_of
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
+from poc_operator.fleets.stages import PATIENCE_SECONDS
 from poc_operator.observed import Container, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
@@ -110,6 +113,12 @@ def test_a_download_whose_pod_does_not_come_up_needs_somebody(pod: dict[str, Any
         {"Ready": "False", "Progressing": "True", "Degraded": "True", "Stalled": "False"},
     )
     assert step.status.message == f"org/model is not downloaded: {why}"
+    # One that gets no image waits for a person.
+    old = replace(stuck, created=NOW - timedelta(seconds=PATIENCE_SECONDS), taken=NOW if stuck.node else None)
+    assert status_of(world.turn(download=DownloadSeen(pods=[old])))[1]["Stalled"] == "False"
+    old = replace(old, taken=old.created if stuck.node else None)
+    found = status_of(world.turn(download=DownloadSeen(pods=[old])))[1]
+    assert (found["Stalled"], found["Progressing"]) == (("True", "False") if stuck.node else ("False", "True"))
     # An earlier pod of the Job, which has ended, keeps nobody.
     ended = PodView(name="d", namespace="ns", uid="d", gone=True, **pod)
     assert status_of(world.turn(download=DownloadSeen(pods=[ended])))[0] == Reason.DOWNLOADING

@@ -24,7 +24,8 @@ from poc_operator.apis.v1alpha1.meta import GROUPS_KIND
 from poc_operator.fleets.groups import HELD, partition_in
 from poc_operator.fleets.history import Known
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
-from poc_operator.observed import KubernetesNode, PodView
+from poc_operator.fleets.stages import KubernetesNode
+from poc_operator.observed import PodView
 from tests.unit.poc_operator.build import HISTORIES
 from tests.unit.poc_operator.fleets.build import AROUND
 from tests.unit.poc_operator.fleets.world import (

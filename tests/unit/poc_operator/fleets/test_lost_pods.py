@@ -8,8 +8,8 @@ import pytest
 
 from poc_operator.fleets.forecast import Spares
 from poc_operator.fleets.plan import plan
-from poc_operator.fleets.stages import PATIENCE_SECONDS
-from poc_operator.observed import KubernetesNode, PodView
+from poc_operator.fleets.stages import PATIENCE_SECONDS, KubernetesNode
+from poc_operator.observed import PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.test_forecast import work
 from tests.unit.poc_operator.fleets.test_update import (

@@ -5,6 +5,7 @@ import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from poc_operator.fleets.checked_pods import CheckAnswer
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
 from poc_operator.fleets.render import Object
 from poc_operator.fleets.resolve import Invalid, Refusal
+from poc_operator.fleets.stages import PATIENCE_SECONDS
 from poc_operator.fleets.strangers import foreign
 from poc_operator.observed import Container, PodView
 from tests.support.builders.specs import specs
@@ -165,6 +167,71 @@ def test_pods_that_cannot_run() -> None:
     assert step.status.reason == Reason.PODS_FAILING
     assert step.status.message == "demo-0 (CrashLoopBackOff) cannot run"
     assert conditions(step)["Degraded"] == "True"
+
+
+def test_a_condition_has_the_words_of_the_registry() -> None:
+    told = 'Back-off pulling image "acme/vllm:1": ErrImagePull: failed to authorize: 401 Unauthorized'
+    pod = an_unready_pod(0, "ImagePullBackOff", waiting_message=told)
+    found = look(a_fleet(), stored(a_fleet()), [pod]).status
+    assert found.message == f"demo-0 (ImagePullBackOff: {told}) cannot run"
+    assert {found.own_conditions[kind].message for kind in ("Ready", "Degraded", "Stalled")} == {found.message}
+
+
+def an_unready_pod(number: int, why: str, age: int = PATIENCE_SECONDS, **fields: Any) -> PodView:  # noqa: ANN401
+    times = {"created": NOW - timedelta(seconds=age), "taken": NOW - timedelta(seconds=age)}
+    return a_pod(number, ready=False, waiting_for=why, **{"node": "node-1", **times, **fields})
+
+
+@pytest.mark.parametrize(
+    ("pod", "stalled"),
+    [
+        pytest.param(an_unready_pod(0, "ErrImagePull"), True, id="no image"),
+        pytest.param(an_unready_pod(0, "ImagePullBackOff"), True, id="no image, and the next try waits"),
+        pytest.param(an_unready_pod(0, "InvalidImageName"), True, id="no name of an image"),
+        pytest.param(an_unready_pod(0, "ErrImageNeverPull"), True, id="an image that is not to be pulled"),
+        pytest.param(an_unready_pod(0, "CreateContainerConfigError"), True, id="a Secret is missing"),
+        pytest.param(an_unready_pod(0, "ErrImagePull", PATIENCE_SECONDS - 1), False, id="a registry away for a moment"),
+        pytest.param(an_unready_pod(0, "CrashLoopBackOff", 9000), False, id="crashes"),
+        pytest.param(an_unready_pod(0, "CreateContainerError", 9000), False, id="the runtime may recover"),
+        pytest.param(an_unready_pod(0, "ContainerCreating", 9000), False, id="a large image"),
+        pytest.param(an_unready_pod(0, "0/3 nodes are available", 9000, node="", taken=None), False, id="no node yet"),
+    ],
+)
+def test_what_only_a_person_can_end_stalls_the_fleet(pod: PodView, stalled: bool) -> None:
+    fleet = a_fleet(replicas=2)
+    step = look(fleet, stored(fleet), [pod, a_pod(1)])
+    found = conditions(step)
+    assert (found["Ready"], found["Stalled"]) == ("False", str(stalled))
+    # Nothing goes on in the other pod either: it is ready.
+    assert found["Progressing"] == str(not stalled)
+    body = {"metadata": {"generation": fleet.metadata.generation}, "status": step.status.stored()}
+    assert kstatus(body) == ("Failed" if stalled else "InProgress")
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param([], id="another is to be created"),
+        pytest.param([a_pod(1, ready=False)], id="another loads"),
+        pytest.param([an_unready_pod(1, "CrashLoopBackOff")], id="another crashes"),
+    ],
+)
+def test_a_fleet_may_be_stalled_while_other_pods_come_up(others: list[PodView]) -> None:
+    fleet = a_fleet(replicas=2)
+    step = look(fleet, stored(fleet), [an_unready_pod(0, "ErrImagePull"), *others])
+    assert conditions(step) == {"Ready": "False", "Progressing": "True", "Degraded": "True", "Stalled": "True"}
+
+
+def test_a_new_template_ends_what_the_one_before_has_stalled() -> None:
+    """Also before Kubernetes has told of it: who applies a spec must not read that this one has failed."""
+    fleet, pods = a_fleet(), [an_unready_pod(0, "ErrImagePull")]
+    before = look(fleet, stored(fleet), pods)
+    assert conditions(before)["Stalled"] == "True"
+    corrected = a_fleet(image="registry/other:2")
+    corrected = corrected.model_copy(update={"status": before.status})
+    assert conditions(look(corrected, stored(fleet), pods))["Stalled"] == "False"
+    # And while the pod of before has yet to go.
+    assert conditions(look(corrected, stored(corrected, "demo-2"), pods))["Stalled"] == "False"
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 """Stages of pods, read from bodies as a kubelet writes them."""
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 import pytest
 
 from poc_operator.apis.v1alpha1.fleet_upkeep import CheckResult, FleetPod, Stage
-from poc_operator.fleets.stages import GpuErrors, stage_of, stages_of, with_stages
+from poc_operator.fleets.stages import GpuErrors, KubernetesNode, stage_of, stages_of, with_stages
 from poc_operator.observed import PodView
 
 STARTED = "2026-01-01T00:00:00Z"
@@ -40,7 +41,12 @@ CREATING = {"waiting": {"reason": "ContainerCreating"}}
 INITIALIZING = {"waiting": {"reason": "PodInitializing"}}
 DONE = {"terminated": {"reason": "Completed", "exitCode": 0}}
 RUNNING = {"running": {"startedAt": STARTED}}
-CRASHES = {"waiting": {"reason": "CrashLoopBackOff"}}
+CRASHES = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 20s restarting failed container=vllm"}}
+BACK_OFF = (
+    'Back-off pulling image "acme/vllm-poc:0.9": ErrImagePull: rpc error: code = NotFound desc = failed to pull and '
+    'unpack image "docker.io/acme/vllm-poc:0.9": failed to resolve reference "docker.io/acme/vllm-poc:0.9": '
+    "docker.io/acme/vllm-poc:0.9: not found"
+)
 KILLED = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
 SPOKE = {"terminated": {"reason": "Error", "exitCode": 1, "message": "Traceback\nValueError: no such model\n"}}
 
@@ -57,6 +63,12 @@ STAGES: dict[str, tuple[PodView, Stage, str]] = {
         body_of(state={"waiting": {"reason": "ImagePullBackOff"}}, PodReadyToStartContainers="True"),
         Stage.FAILING,
         "demo-0 (ImagePullBackOff)",
+    ),
+    "no image, as the registry says": (
+        body_of(state={"waiting": {"reason": "ImagePullBackOff", "message": BACK_OFF}}),
+        Stage.FAILING,
+        'demo-0 (ImagePullBackOff: failed to resolve reference "docker.io/acme/vllm-poc:0.9": '
+        "docker.io/acme/vllm-poc:0.9: not found)",
     ),
     "an init container runs": (
         body_of(state=INITIALIZING, inits=[DONE, RUNNING, INITIALIZING]),
@@ -98,6 +110,15 @@ STAGES: dict[str, tuple[PodView, Stage, str]] = {
 def test_a_stage_is_what_the_kubelet_tells(pod: PodView, stage: Stage, text: str) -> None:
     assert stage_of(pod, 8000) is stage
     assert stages_of([pod], 8000) == text
+
+
+@pytest.mark.parametrize(("word", "ready"), [("True", True), ("False", False), ("Unknown", False)])
+def test_a_kubernetes_node_is_ready_as_its_condition_says(word: str, ready: bool) -> None:
+    conditions = [{"type": "DiskPressure", "status": "True"}, {"type": "Ready", "status": word}]
+    conditions[1]["lastTransitionTime"] = STARTED
+    found = KubernetesNode.parse({"status": {"conditions": conditions}})
+    assert found == KubernetesNode(ready=ready, since=datetime.fromisoformat(STARTED))
+    assert KubernetesNode.parse({}) == KubernetesNode(ready=False)
 
 
 def test_few_pods_are_named() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from poc_operator.fleets.plan import FleetStep
-from poc_operator.observed import KubernetesNode, PodView
+from poc_operator.fleets.stages import KubernetesNode
+from poc_operator.observed import PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.test_update import (
     FOUR,

@@ -16,8 +16,8 @@ from poc_operator.fleets.forecast import Spares
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
 from poc_operator.fleets.resolve import Refusal
 from poc_operator.fleets.rollback import differences, digest_of
-from poc_operator.fleets.stages import PATIENCE_SECONDS
-from poc_operator.observed import REVISION_LABEL, Container, KubernetesNode, PodView
+from poc_operator.fleets.stages import PATIENCE_SECONDS, KubernetesNode
+from poc_operator.observed import REVISION_LABEL, Container, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
 from tests.unit.poc_operator.fleets.test_forecast import work
@@ -314,6 +314,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "crashes": ({"ready": False, "waiting_for": "CrashLoopBackOff", "age": 5}, "cannot run (CrashLoopBackOff)"),
     "restarted": ({"ready": False, "restarts": 1, "age": 5}, "cannot run (ContainersNotReady)"),
     "no image": ({"ready": False, "waiting_for": "ImagePullBackOff"}, "cannot run (ImagePullBackOff)"),
+    "no such image": (
+        {"ready": False, "waiting_for": "ErrImagePull", "waiting_message": "acme/vllm:2: not found"},
+        "cannot run (ErrImagePull: acme/vllm:2: not found)",
+    ),
     "too slow": ({"ready": False, "age": 3601}, "was not ready within 3600 s"),
     "wrong vectors": ({}, "failed its self-check: 9 of 32 differ"),
 }

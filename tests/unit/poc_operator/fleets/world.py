@@ -20,7 +20,8 @@ from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.fleets.download import DownloadSeen
 from poc_operator.fleets.forecast import WorkOnPods
 from poc_operator.fleets.plan import FleetSnapshot, FleetStep, Key, key_of, plan
-from poc_operator.observed import REVISION_LABEL, Container, KubernetesNode, PodView
+from poc_operator.fleets.stages import KubernetesNode
+from poc_operator.observed import REVISION_LABEL, Container, PodView
 from tests.unit.poc_operator.build import NOW
 from tests.unit.poc_operator.fleets.build import AROUND, a_fleet
 
