@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults that are injected into the cluster raise their alerts within three minutes.
 
-What operator, gateways and pods tell of themselves is read every 15 seconds from the moment of the faults on, as
-Prometheus would. promtool judges it by the rules that the chart renders.
+When the pods are ready, rounds begin. What operator, gateways and pods tell of themselves is read every 15 seconds from
+then on, as Prometheus would. promtool judges it by the rules that the chart renders.
 """
 
 import time
@@ -18,7 +18,7 @@ from hack.deploy.kube import Kube
 from hack.deploy.releases import GATEWAY, OPERATOR, SYSTEM_NAMESPACE
 from hack.toolchain.common import UserError
 from tests.cluster.faulty import LABEL, NAMESPACE
-from tests.cluster.test_injected_faults import inject, remove
+from tests.cluster.test_injected_faults import inject, make_rounds, remove
 from tests.monitoring.rendered import VALUES, ensure, one, promtool, render
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900, func_only=True)]
@@ -28,7 +28,7 @@ METRICS_PORT, HTTP_PORT = 8081, 8000
 #: Which alert each fault raises, with the reason that its labels have, if any. A slow API server raises none: nothing
 #: is lost by it, and who runs the cluster has alerts of its own.
 ALERTS = {
-    "wrong token": ("PoCRoundsIdle", "PodsUnauthorized"),
+    "wrong token": ("PoCRoundsIdle", "PodsUnreachable"),
     "full disk": ("PoCGatewayDiskFull", ""),
     "receiver away": ("PoCReceiverUnreachable", ""),
     "sick GPU vectors": ("PoCFleetDegraded", "SelfCheckFailed"),
@@ -37,7 +37,7 @@ ALERTS = {
     "crash loop": ("PoCFleetDegraded", "PodsFailing"),
     "poison round": ("PoCWorkDegraded", "SlotsFailed"),
     "missing PVC": ("PoCFleetDegraded", "PodsUnschedulable"),
-    "wrong model name": ("PoCRoundsIdle", "RequestRefused"),
+    "wrong model name": ("PoCRoundsIdle", "ModelMismatch"),
     "network policy in the way": ("PoCRoundsIdle", "PodsUnreachable"),
     "expired certificate": ("PoCGatewayCertificateExpired", ""),
 }
@@ -82,9 +82,11 @@ def samples(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sa
     """What was scraped in the three minutes after the faults."""
     remove(kube)
     kube.ensure_namespace(NAMESPACE, {})
+    inject(kube, tmp_path_factory.mktemp("certificate"))
+    kube.kubectl("-n", NAMESPACE, "wait", "pod", "-l", LABEL, "--for=condition=Ready", "--timeout=240s", limit=300)
     found: Samples = defaultdict(dict)
     begin = time.time()
-    inject(kube, tmp_path_factory.mktemp("certificate"))
+    make_rounds(kube)
     for number in range(SECONDS // EVERY + 1):
         time.sleep(max(0.0, begin + number * EVERY - time.time()))
         _scrape(kube, begin, number, found)

@@ -94,11 +94,13 @@ def injected(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     remove(kube)
     kube.ensure_namespace(NAMESPACE, {})
     inject(kube, tmp_path_factory.mktemp("certificate"))
+    make_rounds(kube)
     yield
     remove(kube)
 
 
 def inject(kube: Kube, folder: Path) -> None:
+    """Make a gateway, fleets and pods that have a fault each. That of some pods shows once they compute."""
     crash = ["-c", f"raise SystemExit({faulty.CRASH!r})"]
     sick = ["-m", simulated_pod.__name__, Ill.IS_SICK]
     faulty.apply(
@@ -113,10 +115,12 @@ def inject(kube: Kube, folder: Path) -> None:
         simulated_pod_of("poisonous", Ill.DIES),
         dropping_pod("unheard"),
     )
-    make_rounds(Rounds(kube, NAMESPACE))
 
 
-def make_rounds(rounds: Rounds) -> None:
+def make_rounds(kube: Kube) -> None:
+    """Make a round for each pod."""
+    rounds = Rounds(kube, NAMESPACE)
+
     def apply(name: str, pod: str, **spec: Any) -> None:  # noqa: ANN401
         model = {"name": MODEL, "seqLen": 64}
         rounds.apply(name, **{**ARTIFACT, "model": model, "selector": {"matchLabels": {LABEL: pod}}, **spec})

@@ -180,9 +180,9 @@ def _tried(fleet: PoCFleet, digest: str | None) -> str | None:
     spec, told = fleet.spec.update, fleet.status.update
     if not spec.canary or spec.strategy is UpdateStrategy.NEVER:
         return None
-    if told.phase not in _TRIED:
-        return told.canary
-    return None if digest in (None, told.digest) else ""
+    if digest not in (None, told.digest):
+        return ""
+    return None if told.phase in _TRIED else told.canary
 
 
 def with_partition(body: Object, partition: int) -> Object:

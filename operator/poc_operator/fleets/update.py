@@ -109,8 +109,8 @@ class UpdateStep:
 
 def _on_its_way(seen: UpdateSeen, old: UpdateStatus) -> UpdateStatus:
     """Return the status while Kubernetes has yet to see what is wanted: another template is no complete update."""
-    is_other = old.digest not in ("", seen.digest) and bool(seen.newest) and old.phase is UpdatePhase.COMPLETE
-    if not is_other or failed_as(old, seen.digest, checks_pods=seen.checks_pods):
+    is_over = bool(seen.newest) and old.phase in (UpdatePhase.COMPLETE, UpdatePhase.FAILED, UpdatePhase.STOPPED)
+    if not is_over or old.digest in ("", seen.digest) or failed_as(old, seen.digest, checks_pods=seen.checks_pods):
         return old
     return old.model_copy(update={"phase": UpdatePhase.WAITING, "message": "the new template is being applied"})
 

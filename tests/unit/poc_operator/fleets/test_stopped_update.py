@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from poc_operator.fleets.plan import FleetStep
+from poc_operator.fleets.plan import FleetSnapshot, FleetStep, plan
 from poc_operator.fleets.stages import KubernetesNode
 from poc_operator.observed import PodView
 from tests.unit.poc_operator.build import NOW
+from tests.unit.poc_operator.fleets.build import AROUND
 from tests.unit.poc_operator.fleets.test_update import (
     FOUR,
     NEW,
@@ -24,6 +25,7 @@ from tests.unit.poc_operator.fleets.test_update import (
     fleet_of,
     in_phase,
     look,
+    objects_of,
     reasons,
 )
 
@@ -136,3 +138,17 @@ def test_another_template_begins_anew() -> None:
     fleet = fleet_of(stopped, engineArgs=["--better"])
     step = look(fleet, [*FOUR[:2], crashing, a_pod(3, NEW)], revision="demo-3rd")
     assert (step.status.update.phase, evicted(step), reasons(step)) == ("Canary", ["demo-2"], ["UpdateStarted"])
+
+
+@pytest.mark.parametrize("phase", ["Failed", "Stopped"])
+def test_a_corrected_spec_is_not_stalled_before_kubernetes_has_seen_it(phase: str) -> None:
+    """Who waits for the generation of the correction would take the old failure for that of the new one."""
+    status = in_phase(phase)
+    failure = {"digest": status["update"]["digest"], "revision": NEW, "message": "it crashes", "time": NOW.isoformat()}
+    status["update"] |= {"failed": [failure] if phase == "Failed" else []}
+    fleet = fleet_of(status)
+    corrected = fleet.model_copy(update={"spec": fleet_of(env=[{"name": "A", "value": "b"}]).spec})
+    seen = FleetSnapshot(fleet=corrected, around=AROUND, now=NOW, objects=objects_of(fleet), pods=FOUR)
+    step = plan(seen)
+    assert step.status.update.message == "the new template is being applied"
+    assert step.status.own_conditions["Stalled"].status == "False"
