@@ -136,10 +136,9 @@ def _leaving(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
     leaving = [slot for slot in status.assignments if slot.state is SlotState.LEAVING]
     if not leaving or status.stop_time is not None:
         return None
-    first = leaving[0]
-    until = f", until {first.lease_end_time:%Y-%m-%dT%H:%M:%SZ} at the latest" if first.lease_end_time else ""
-    message = f"{len(leaving)} slots wait for their pods to stop, the first{until}: {first.error}"
-    return Reason.SLOTS_LEAVING, message
+    first, end = leaving[0], leaving[0].lease_end_time
+    which = f"; the first moves on by {end:%Y-%m-%dT%H:%M:%SZ} at the latest" if end is not None else ", the first"
+    return Reason.SLOTS_LEAVING, f"{len(leaving)} slots wait for their pods to stop{which}: {first.error}"
 
 
 def _pods_left(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
