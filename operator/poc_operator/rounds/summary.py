@@ -274,7 +274,12 @@ def _undelivered(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None
     if not missing or is_closing or any(slot.state.active for slot in status.assignments):
         return None
     receiver = "spec.callbackURL" if snapshot.gateway is None else "the gateway"
-    return Reason.DELIVERY_INCOMPLETE, f"{missing} computed nonces were not delivered to {receiver}"
+    message = f"{missing} computed nonces were not delivered to {receiver}"
+    # The last that is heard of it: nobody asks the pods of a round that is over.
+    told = [snapshot.report_of(slot).status for slot in status.assignments if slot.next > slot.delivered]
+    errors = [one.delivery_error for one in told if one is not None and one.round_id == snapshot.round.id]
+    error = next(filter(None, errors), None)
+    return Reason.DELIVERY_INCOMPLETE, f"{message} ({error})" if error else message
 
 
 def _rejected(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
