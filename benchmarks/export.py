@@ -22,6 +22,7 @@ from sqlalchemy import Connection
 
 from benchmarks.figures import Figures, report
 from poc_gateway.errors import install_handlers
+from poc_gateway.outbox.commands import Commands
 from poc_gateway.query.routes import router
 from poc_gateway.store import schema
 from poc_gateway.store.database import Database
@@ -70,7 +71,8 @@ def _insert(connection: Connection, known: KnownRound, slot: int, indexes: range
 def serve(url: str, port: int) -> None:
     """Serve the database at ``url``."""
     app = FastAPI()
-    app.include_router(router(Database.open(url), limits=False))
+    database = Database.open(url)
+    app.include_router(router(database, Commands(database), limits=False))
     install_handlers(app)
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
 

@@ -71,9 +71,7 @@ class PodView:
     ip: str | None = None
     ready: bool = False
     gone: bool = False  # deleted, or all that ran in it has ended for good
-    terminating: bool = (
-        False  # being deleted; what runs in it may go on for its grace period, or until its node is back
-    )
+    terminating: bool = False  # being deleted: it may run on for its grace period, or until its node is back
     disrupted: bool = False  # ended by the cluster: evicted, preempted, its node drained or lost
     waiting_for: str = ""  # why it is not ready, in the kubelet's words
     waiting_message: str = ""  # what is told of that, as by a registry: of any length, and not fit to be shown
@@ -195,14 +193,11 @@ def _has_ended(status: Mapping[str, Any]) -> bool:
 def _containers(spec: Mapping[str, Any], status: Mapping[str, Any]) -> tuple[Container, ...]:
     """Return the containers in the order of the spec."""
     statuses = {found["name"]: found for found in status.get("containerStatuses") or []}
-    return tuple(
-        _container(container, statuses.get(container["name"], {})) for container in spec.get("containers") or []
-    )
+    return tuple(_container(one, statuses.get(one["name"], {})) for one in spec.get("containers") or [])
 
 
 def _container(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
     state = status.get("state") or {}
-    since = (state.get("running") or {}).get("startedAt")
     return Container(
         id=_container_id(status),
         ports=_ports(spec),
@@ -210,7 +205,7 @@ def _container(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
         restarts=status.get("restartCount", 0),
         ended=_why_ended(state),
         last_end=_how_ended(state.get("terminated") or (status.get("lastState") or {}).get("terminated")),
-        running_since=_moment(since),
+        running_since=_moment((state.get("running") or {}).get("startedAt")),
         startup_seconds=_startup_seconds(spec.get("startupProbe")),
         started=bool(status.get("started", True)),
         model=served_model(spec.get("args") or []),
@@ -456,7 +451,8 @@ class CollectedRound(_FromGateway):
     """A round, and the sums over its slots. ``refused`` are pods that delivered what they must not.
 
     ``undecided`` are results with rivals of which nobody knows which is honest, ``forgers`` pods whose were not.
-    ``limit_reached`` says which limit keeps the gateway from storing more; None if it stores.
+    ``limit_reached`` says which limit keeps the gateway from storing more; None if it stores. ``forwarding_error`` is
+    the receiver's address and why it did not take the last results, None while it does, and ``waiting`` what it lacks.
     """
 
     uid: str
@@ -469,6 +465,8 @@ class CollectedRound(_FromGateway):
     undecided: Count = 0
     forgers: list[Forger] = Field(default_factory=list)
     limit_reached: ShortText | None = None
+    forwarding_error: ShortText | None = None
+    waiting: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -478,7 +476,8 @@ class GatewayReport:
     ``collected`` is what the gateway answered last, None if it had nothing then; ``asked`` is when that question was
     put, None if none was answered yet, and ``heard`` what pods had told before it, by their uids. ``error`` says why
     the last question was not answered. ``rivals`` are nonces that wait for a decision. ``fallen`` are slots, by their
-    first nonces, of which it has fewer results than it had told, for the plan that first sees it.
+    first nonces, of which it has fewer results than it had told, for the plan that first sees it. ``failing_since`` is
+    since when the round's receiver has taken nothing, None while it takes results.
     """
 
     callback: str
@@ -488,3 +487,4 @@ class GatewayReport:
     rivals: Sequence[RivalNonce] = ()
     heard: Mapping[str, StatusResponse] = field(default_factory=dict)
     fallen: frozenset[int] = frozenset()
+    failing_since: datetime | None = None

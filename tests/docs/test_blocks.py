@@ -34,7 +34,7 @@ NOT_RUN = {
     "docs/operate/rounds.md": 3,
     "docs/operate/runbooks/alerts.md": 39,
     "docs/operate/runbooks/fleets.md": 31,
-    "docs/operate/runbooks/work.md": 74,
+    "docs/operate/runbooks/work.md": 75,
     "docs/operate/upgrade.md": 1,
     "docs/operate/web-page.md": 1,
     "docs/start/docker-compose.md": 11,

@@ -197,12 +197,16 @@ class SlotWork(NamedTuple):
     has_late: bool
 
 
-def rounds_with_work(connection: Connection) -> Sequence[int]:
-    """Return the ids of rounds that have a receiver and something to send to it."""
+def has_work() -> ColumnElement[bool]:
+    """Return the condition that a round has a receiver and something to send to it."""
     behind = select(slots.c.round_id).where(IS_BEHIND)
     late = select(slots.c.round_id).join(late_items).where(IS_LATE)
-    query = select(rounds.c.id).where(rounds.c.receiver.is_not(None), rounds.c.id.in_(union(behind, late)))
-    return connection.scalars(query.order_by(rounds.c.id)).all()
+    return rounds.c.receiver.is_not(None) & rounds.c.id.in_(union(behind, late))
+
+
+def rounds_with_work(connection: Connection) -> Sequence[int]:
+    """Return the ids of rounds that have something to send."""
+    return connection.scalars(select(rounds.c.id).where(has_work()).order_by(rounds.c.id)).all()
 
 
 def terms(connection: Connection, round_id: int) -> RoundTerms | None:

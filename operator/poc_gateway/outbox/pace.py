@@ -105,6 +105,14 @@ def address_of(url: str) -> str:
         return url  # which the guard will refuse
 
 
+def public_url(url: str) -> str:
+    """Return a receiver's URL without what may be a secret, for people."""
+    try:
+        return str(URL(url, encoded=True).with_user(None).with_query(None))
+    except ValueError:
+        return "not a URL"
+
+
 def trouble_of(connection: Connection, scopes: Sequence[str]) -> Trouble:
     """Return what is written down of the scopes; of several reasons the first one's."""
     found = {row.scope: row for row in connection.execute(select(backoffs).where(backoffs.c.scope.in_(scopes)))}

@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Body, Path, Query
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection, RowMapping
-from yarl import URL
 
 from poc_gateway.errors import Refusal, documented
 from poc_gateway.outbox import callback_ledger, ledger, listing, rivals
 from poc_gateway.outbox.commands import Sending
 from poc_gateway.outbox.listing import Counts
+from poc_gateway.outbox.pace import public_url
 from poc_gateway.outbox.states import Event, State
 from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, newest
@@ -351,9 +351,4 @@ def _no_round(namespace: str, name: str) -> Refusal:
 
 
 def _public(receiver: str | None) -> str | None:
-    if receiver is None:
-        return None
-    try:
-        return str(URL(receiver, encoded=True).with_user(None).with_query(None))
-    except ValueError:
-        return "not a URL"
+    return public_url(receiver) if receiver is not None else None

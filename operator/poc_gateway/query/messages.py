@@ -57,11 +57,12 @@ class _Page(_Parameters):
 
 
 class RoundsQuery(_Page):
-    """Which rounds."""
+    """Which rounds; with ``undelivered`` those alone that have results to be sent to their receiver."""
 
     namespace: str | None = None
     name: str | None = None
     block_hash: str | None = None
+    undelivered: bool = False
 
 
 class RoundQuery(_Parameters):

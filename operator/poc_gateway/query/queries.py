@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, RowMapping, Select, and_, func, select
 
+from poc_gateway.outbox.ledger import has_work
 from poc_gateway.outbox.rivals import count_undecided, forgers
 from poc_gateway.query.messages import (
     Conflict,
@@ -55,13 +56,17 @@ def round_page(connection: Connection, query: RoundsQuery) -> RoundPage:
         wanted = getattr(query, column.name)
         if wanted is not None:
             select_ = select_.where(column == wanted)
+    if query.undelivered:
+        select_ = select_.where(has_work())
     found = connection.execute(select_).mappings().all()
     page = found[: query.limit]
     return RoundPage(rounds=_entries(connection, page), next=page[-1]["id"] if len(found) > len(page) else None)
 
 
-def progress(connection: Connection, namespace: str, name: str, uid: str | None) -> CollectedRound | None:
-    """Return what is stored of the round, without a ``uid`` of the newest of its name; None if nothing ever was."""
+def progress(
+    connection: Connection, namespace: str, name: str, uid: str | None
+) -> tuple[KnownRound, CollectedRound] | None:
+    """Return the round and what is stored of it, without a ``uid`` the newest of its name; None if nothing ever was."""
     named = select(rounds).where(rounds.c.namespace == namespace, rounds.c.name == name, ROUND_IS_KEPT)
     if uid is not None:
         named = named.where(rounds.c.uid == uid)
@@ -74,12 +79,13 @@ def progress(connection: Connection, namespace: str, name: str, uid: str | None)
     rivals = _rivals(connection, [slot["id"] for slot in rows if slot["conflicts"]])
     collected = [_collected_slot(terms, slot, rivals.get(slot["id"], [])) for slot in rows]
     found = _collected(terms.uid, collected, _refused_pods(connection, row["id"]), row["limit_reached"])
+    known = KnownRound(row["id"], terms, {slot["slot"]: slot["id"] for slot in rows})
     if not found.conflicts:
-        return found
+        return known, found
     if terms.protocol is Protocol.DECODE:  # nothing is decided about chains: the first one counts
-        return found
+        return known, found
     undecided, lied = count_undecided(connection, row["id"]), forgers(connection, row["id"], MOST_NAMED)
-    return found.model_copy(update={"undecided": undecided, "forgers": lied})
+    return known, found.model_copy(update={"undecided": undecided, "forgers": lied})
 
 
 def nothing(uid: str) -> CollectedRound:

@@ -12,6 +12,9 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy import Connection
 
 from poc_gateway.errors import Refusal, documented, field_refusal
+from poc_gateway.outbox.commands import Sending
+from poc_gateway.outbox.listing import counts
+from poc_gateway.outbox.pace import public_url
 from poc_gateway.query import queries
 from poc_gateway.query.cursor import Positions, cursor_of, positions, read_cursor
 from poc_gateway.query.export import MEDIA_TYPES, Writer, accepted, chunks, writer
@@ -33,7 +36,7 @@ from poc_gateway.store.database import Database
 from poc_gateway.store.rounds import KnownRound, load, newest
 from poc_operator.apis.v1alpha1.validation import Proof
 from poc_operator.observed import CollectedRound
-from vllm_poc.wire.messages import Protocol
+from vllm_poc.wire.messages import MAX_TEXT, Protocol
 
 #: Header of an export: the cursor for what comes after it.
 NEXT_SINCE = "X-Next-Since"
@@ -49,8 +52,9 @@ Told = TypeVar("Told", RoundEntry, CollectedRound)
 class Results:
     """What is stored, read for one answer after the other. Without ``limits`` no round has reached one."""
 
-    def __init__(self, database: Database, *, limits: bool) -> None:
+    def __init__(self, database: Database, outbox: Sending, *, limits: bool) -> None:
         self._database = database
+        self._outbox = outbox
         self._limits = limits
 
     async def rounds(self, query: Annotated[RoundsQuery, Query()]) -> RoundPage:
@@ -76,7 +80,19 @@ class Results:
             return queries.nothing(query.uid)
         if found is None:
             raise _unknown(namespace, name, query)
-        return self._told(found)
+        return self._told(await self._with_trouble(*found))
+
+    async def _with_trouble(self, known: KnownRound, found: CollectedRound) -> CollectedRound:
+        """Add why the receiver does not take what waits for it, if it does not, and how much that is."""
+        receiver = known.terms.receiver
+        if receiver is None or found.stored <= found.forwarded:
+            return found
+        trouble = await self._outbox.trouble(known)
+        if trouble.error is None:
+            return found
+        waiting = (await self._database.read(lambda connection: counts(connection, known.id))).backlog
+        error = f"{public_url(receiver)}: {trouble.error}"
+        return found.model_copy(update={"forwarding_error": error[:MAX_TEXT], "waiting": waiting}) if waiting else found
 
     async def summary(self, namespace: str, name: str, query: Annotated[RoundQuery, Query()]) -> Summary:
         """Tell a round's counts and arrivals, and how its distances, its vectors' norms or its indices are spread."""
@@ -151,10 +167,10 @@ class Results:
         yield await asyncio.to_thread(out.end)
 
 
-def router(database: Database, *, limits: bool) -> APIRouter:
-    """Return the routes; ``limits`` if there is any that a round may reach."""
+def router(database: Database, outbox: Sending, *, limits: bool) -> APIRouter:
+    """Return the routes; ``limits`` if there is any that a round may reach. ``outbox`` tells of its receivers."""
     routes = APIRouter(prefix="/rounds", responses=documented(401, 422, 503))
-    results, one = Results(database, limits=limits), "/{namespace}/{name}"
+    results, one = Results(database, outbox, limits=limits), "/{namespace}/{name}"
     routes.get("")(results.rounds)
     of_round = documented(404)
     exports = documented(404, 406, 410) | {200: _EXPORT}

@@ -95,7 +95,7 @@ def inside_app(components: Components) -> FastAPI:
         health.router(database, components.certificate),
         ingest_routes.router(database, components.rounds, quota, stored=components.outbox.wake),
         outbox_routes.router(database, components.outbox),
-        query_routes.router(database, limits=quota.limits),
+        query_routes.router(database, components.outbox, limits=quota.limits),
         *([web_routes.router(components.feed)] if components.feed is not None else []),
     )
     # What is added last is asked first.

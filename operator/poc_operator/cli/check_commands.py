@@ -21,8 +21,9 @@ from poc_operator.cli.options import Context, GatewayPlace, Kubeconfig, Namespac
 from poc_operator.cli.output import Column, Format
 from poc_operator.cli.preflight import Check, Level
 
-#: So many rounds that are over are asked for results that no receiver has taken: the newest ones.
-_MOST_OVER = 20
+#: So many rounds that are over are asked for results that no receiver has taken, and as many that were deleted: the
+#: newest ones. The gateway names so many with such results, deleted or not.
+_MOST_OVER, _MOST_UNDELIVERED = 20, 100
 KINDS: tuple[type[Resource], ...] = (PoCRound, PoCValidation, PoCCalibration, PoCFleet)
 _CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 #: Without the contents of Secrets.
@@ -166,7 +167,7 @@ def _gateway_objects(cluster: Cluster, place: gateway_proxy.Place) -> Iterator[C
 
 
 def _fleets(cluster: Cluster) -> Iterator[Check]:
-    found = _everywhere(cluster, PoCFleet)
+    found, _ = _everywhere(cluster, PoCFleet)
     if not found:
         yield preflight.warning("fleets", "there is none", "create a PoCFleet, or label pods of your own")
     yield from preflight.fleets(found, _operator_remedy(cluster) if found else "")
@@ -176,22 +177,22 @@ def _fleets(cluster: Cluster) -> Iterator[Check]:
         yield from _objects(cluster, fleet.metadata.namespace, secrets, claims, of)
 
 
-def _everywhere(cluster: Cluster, kind: type[KindT]) -> list[KindT]:
-    """Return the objects of all namespaces, or of the user's where more may not be read."""
+def _everywhere(cluster: Cluster, kind: type[KindT]) -> tuple[list[KindT], str | None]:
+    """Return the objects of all namespaces, or of the user's where more may not be read, and which one that is."""
     try:
-        return known(cluster, kind, None)
+        return known(cluster, kind, None), None
     except Forbidden:
-        return known(cluster, kind, cluster.namespace)
+        return known(cluster, kind, cluster.namespace), cluster.namespace
 
 
 def _rounds(cluster: Cluster, option: str | None) -> Iterator[Check]:
-    found = _everywhere(cluster, PoCRound)
+    found, within = _everywhere(cluster, PoCRound)
     under_way = [one for one in found if not one.status.state.finished]
     if not under_way:
         yield preflight.ok("rounds", "none is under way")
     over = [one for one in found if one.status.state.finished]
     over.sort(key=lambda one: one.metadata.creation_timestamp, reverse=True)
-    gateways = _asked(cluster, option) if found else []
+    gateways = _asked(cluster, option)
     remedy = _operator_remedy(cluster) if under_way else ""
     for one in under_way:
         told = _forwarding(gateways, one)
@@ -200,6 +201,21 @@ def _rounds(cluster: Cluster, option: str | None) -> Iterator[Check]:
     for one in over[:_MOST_OVER]:
         told = _forwarding(gateways, one)
         yield from preflight.finished_round(Evidence(subject=one, now=now(), forwarding=told, gateway=option))
+    yield from _deleted_rounds(gateways, found, within, option)
+
+
+def _deleted_rounds(
+    gateways: list[gateway_proxy.Gateway], found: Iterable[PoCRound], within: str | None, option: str | None
+) -> Iterator[Check]:
+    """Look at rounds that the gateways alone still know. ``within`` is the only namespace that may be read."""
+    names = {(one.metadata.namespace, one.metadata.name) for one in found}
+    for gateway in list(gateways):
+        try:
+            gone = [one for one in gateway.undelivered(within, _MOST_UNDELIVERED) if one not in names]
+            for namespace, name in gone[:_MOST_OVER]:
+                yield from preflight.deleted_round(gateway.forwarding(namespace, name), namespace, name, option)
+        except UserError:  # an older one, or one of which it is told already
+            continue
 
 
 def _asked(cluster: Cluster, option: str | None) -> list[gateway_proxy.Gateway]:

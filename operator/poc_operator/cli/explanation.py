@@ -114,7 +114,8 @@ class Account(ApiModel):
 def account(found: Evidence) -> Account:
     """Explain an object."""
     findings = [*_around(found), *_of_conditions(found), *_of_fleet(found), *_of_pods(found), *_of_chat(found)]
-    findings += _of_gateway(found)
+    now = list(_of_gateway(found))  # newer than what the conditions have of the same
+    findings = [one for one in findings if one.reason not in {each.reason for each in now}] + now
     commands = list(dict.fromkeys(finding.command for finding in findings if finding.command))
     meta, kind = found.subject.metadata, found.subject.KIND
     return Account(
@@ -359,14 +360,19 @@ def _of_gateway(found: Evidence) -> Iterable[Finding]:
 
 def undelivered(found: Evidence) -> Iterable[Finding]:
     """What the gateway has and the receiver does not take."""
-    told = found.forwarding
-    if told is not None and told.backlog and told.last_error:
+    if found.forwarding is not None:
+        yield from waiting_results(found.forwarding, _names(found))
+
+
+def waiting_results(told: Forwarding, names: Names) -> Iterable[Finding]:
+    """What a gateway tells of results that wait for a receiver, if it does not take them."""
+    if told.backlog and told.last_error:
         yield Finding(
-            reason="ReceiverFailing",
+            reason=Reason.RECEIVER_FAILING,
             seen=f"The receiver {told.receiver} does not take results: {told.last_error.rstrip('.')}.",
             meaning=f"{number(told.backlog)} results wait at the gateway, which tries again by itself.",
             remedy=receiver_remedy(told.last_error),
-            command=results_command(_names(found)),
+            command=results_command(names),
         )
 
 

@@ -119,6 +119,11 @@ class Gateway:
             last_error=str(told["last_error"] or ""),
         )
 
+    def undelivered(self, namespace: str | None, limit: int) -> list[tuple[str, str]]:
+        """Return namespaces and names of the newest rounds with results that their receivers have yet to take."""
+        query = {"undelivered": "true", "limit": str(limit), **({"namespace": namespace} if namespace else {})}
+        return [(one["namespace"], one["name"]) for one in self.get("/rounds", query)["rounds"]]
+
     def stream(self, path: str, query: Mapping[str, str]) -> Iterator[bytes]:
         """Return the answer of a route piece by piece."""
         try:

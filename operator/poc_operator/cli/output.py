@@ -25,7 +25,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _STEPS = ((timedelta(days=2), "d", 86_400), (timedelta(hours=2), "h", 3600), (timedelta(minutes=2), "min", 60))
 NONE = "–"  # noqa: RUF001 - the sign for nothing
 #: Columns of texts, which go on below. They get so many cells before other columns stay.
-_TEXTS, _TEXT_CELLS = frozenset({"MESSAGE", "MODEL", "DEGRADED", "FINDING"}), 24
+_TEXTS, _TEXT_CELLS = frozenset({"MESSAGE", "MODEL", "STATE", "DEGRADED", "FINDING"}), 24
 #: Cells between columns, and where there is little room.
 _GAP, _SHORT_GAP = 3, 2
 #: Cells of a line in a pipe: more than any table needs, so that nothing is cut.

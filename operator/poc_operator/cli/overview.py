@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
+from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
@@ -62,6 +63,8 @@ class RoundRow(ApiModel):
     namespace: str
     name: str
     state: str
+    #: Why no pod has started, in one word; empty unless the state is Pending, and before an operator has seen it.
+    reason: str
     running: int
     desired: int
     checked: int
@@ -190,6 +193,7 @@ def _round(found: PoCRound, looks: Looks, now: datetime) -> RoundRow:
         namespace=meta.namespace,
         name=meta.name,
         state=str(status.state) if meta.deletion_timestamp is None else "Deleting",
+        reason=_why_pending(found),
         running=status.running,
         desired=status.desired,
         checked=status.totals.checked,
@@ -205,6 +209,12 @@ def _round(found: PoCRound, looks: Looks, now: datetime) -> RoundRow:
         age_seconds=int((now - meta.creation_timestamp).total_seconds()),
         slots=slots,
     )
+
+
+def _why_pending(found: PoCRound) -> str:
+    if found.status.state is not State.PENDING or found.metadata.deletion_timestamp is not None:
+        return ""
+    return next((one.reason for one in found.status.own_conditions if one.type is ConditionType.PROGRESSING), "")
 
 
 def _slot(namespace: str, slot: Assignment, looks: Looks, most: int) -> SlotRow:

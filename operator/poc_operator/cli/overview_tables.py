@@ -137,7 +137,7 @@ def _round(row: RoundRow, *, everywhere: bool) -> list[Cell]:
         chat = f"{row.held_by_chat} of {row.running} pods", f"{row.held_by_chat}/{row.running}"
     return [
         _name(row.namespace, row.name, everywhere=everywhere),
-        row.state,
+        f"{row.state}: {row.reason}" if row.reason else row.state,
         f"{row.running}/{row.desired}",
         _progress(row),
         number(row.checked),

@@ -11,10 +11,12 @@ from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_pod import GPU_RESOURCE, PRODUCT_LABEL
 from poc_operator.apis.v1alpha1.meta import COMPONENT, VERSION, Resource
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.schema import ApiModel, aliases
 from poc_operator.cli.cluster import Object
-from poc_operator.cli.explanation import Evidence, Finding, account, undelivered
-from poc_operator.cli.next_steps import check_command
+from poc_operator.cli.explanation import Evidence, Finding, account, undelivered, waiting_results
+from poc_operator.cli.gateway_proxy import Forwarding
+from poc_operator.cli.next_steps import Names, check_command
 
 #: Label with the version of what a chart has installed.
 VERSION_LABEL = "app.kubernetes.io/version"
@@ -295,8 +297,30 @@ def unfinished_round(found: Evidence, operator_remedy: str) -> list[Check]:
 
 
 def finished_round(found: Evidence) -> list[Check]:
-    """Check that no result of a round that is over still waits for its receiver."""
-    return _told_of(found, undelivered(found))
+    """Check that no result of a round that is over still waits for its receiver.
+
+    Without a gateway's answer it is as the operator has seen it last.
+    """
+    if found.forwarding is not None:
+        return _told_of(found, undelivered(found))
+    return _told_of(found, [one for one in account(found).findings if one.reason == Reason.RECEIVER_FAILING])
+
+
+def deleted_round(told: Forwarding, namespace: str, name: str, gateway: str | None) -> list[Check]:
+    """Check that no result of a round that was deleted still waits for its receiver.
+
+    ``gateway`` is what the option of that name says.
+    """
+    option = f" --gateway {gateway}" if gateway else ""
+    names = Names(namespace=namespace, kind=PoCRound.KIND.singular, name=name, fleet="", pod="", gateway=option)
+    return [
+        error(
+            f"round {namespace}/{name}",
+            f"{one.reason}: {one.seen} The round was deleted, and {one.meaning}",
+            f"{one.remedy} {one.command}",
+        )
+        for one in waiting_results(told, names)
+    ]
 
 
 def _told_of(found: Evidence, wrong: Iterable[Finding]) -> list[Check]:

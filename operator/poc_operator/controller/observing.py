@@ -408,10 +408,25 @@ def after_answer(
     rivals: Sequence[RivalNonce] = (),
 ) -> GatewayReport:
     """Return what is known after the next answer."""
-    fallen = known.fallen | _fallen(known.collected, collected)
     return GatewayReport(
-        callback=known.callback, collected=collected, asked=asked, rivals=rivals, heard=heard, fallen=fallen
+        callback=known.callback,
+        collected=collected,
+        asked=asked,
+        rivals=rivals,
+        heard=heard,
+        fallen=known.fallen | _fallen(known.collected, collected),
+        failing_since=_failing_since(known, collected, asked),
     )
+
+
+def _failing_since(known: GatewayReport, collected: CollectedRound | None, asked: datetime) -> datetime | None:
+    """Return since when the round's receiver has taken nothing and the last try failed; None while it takes some."""
+    if collected is None or collected.forwarding_error is None:
+        return None
+    forwarded = known.collected.forwarded if known.collected is not None else 0
+    if known.failing_since is None or collected.forwarded > forwarded:
+        return asked
+    return known.failing_since
 
 
 def _fallen(before: CollectedRound | None, now: CollectedRound | None) -> frozenset[int]:

@@ -66,6 +66,7 @@ _TOLD = frozenset(
     {
         Reason.DELIVERIES_FAILING,
         Reason.PODS_DISAGREE,
+        Reason.RECEIVER_FAILING,
         Reason.REPORT_CONTRADICTORY,
         Reason.RESULTS_FORGED,
         Reason.SLOTS_FAILED,

@@ -10,6 +10,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import MAX_SLOTS, Assignment, RoundStatus
 from poc_operator.apis.v1alpha1.status import Outcome, SlotState
 from poc_operator.planning import lifecycle
+from poc_operator.planning.conditions import first_few
 from poc_operator.planning.lifecycle import LIMITS, EndRule, close, complete, end_by, failed
 from poc_operator.rounds.counters import PATIENCE
 from poc_operator.rounds.leaving import leave
@@ -103,11 +104,11 @@ def suspend(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     if step.status.stop_time is None or followed.status.stop_time is not None:
         return followed
     slots = [_resume(snapshot, slot) for slot in step.status.assignments]
-    return followed.extended(assignments=slots, worked_seconds=_worked_seconds(step.status))
+    return followed.extended(assignments=slots, worked_seconds=worked_seconds(step.status))
 
 
-def _worked_seconds(status: RoundStatus) -> int:
-    """Return how long pods have worked until the round was suspended."""
+def worked_seconds(status: RoundStatus) -> int:
+    """Return how long pods have worked until the round was suspended, or has ended."""
     if status.start_time is None or status.stop_time is None:
         return status.worked_seconds
     return status.worked_seconds + int((status.stop_time - status.start_time).total_seconds())
@@ -147,10 +148,21 @@ def finish(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     undelivered = sum(slot.next - slot.delivered for slot in status.assignments)
     if undelivered and _gateway_may_know_more(snapshot, status):
         return step
-    if not undelivered:
-        return close(snapshot, step)
-    message = f"{status.outcome.message}; {undelivered} computed nonces were not delivered"
+    lost = f"{undelivered} computed nonces were not delivered" if undelivered else ""
+    message = "; ".join(filter(None, (status.outcome.message, lost, _without_pods(status))))
     return close(snapshot, step.extended(outcome=status.outcome.model_copy(update={"message": message})))
+
+
+#: Slots that had no pod for a smaller share of the round's time are not told of, nor for fewer seconds.
+TOLD_SHARE, TOLD_SECONDS = 0.1, 60
+
+
+def _without_pods(status: RoundStatus) -> str:
+    """Say which slots had no pod for a good part of the round's time; nothing if all had theirs."""
+    seconds = worked_seconds(status)
+    waits = [wait for wait in status.slot_waits if wait.seconds >= max(TOLD_SECONDS, TOLD_SHARE * seconds)]
+    told = [f"node {wait.node} group {wait.group} ({wait.seconds} s)" for wait in waits]
+    return f"slots without a pod for a part of the {seconds} s: {first_few(told)}" if told else ""
 
 
 def _gateway_may_know_more(snapshot: RoundSnapshot, status: RoundStatus) -> bool:

@@ -14,11 +14,11 @@ from poc_operator.rounds.loss import heal_stalls
 from poc_operator.rounds.observe import observe
 from poc_operator.rounds.ownership import attributed
 from poc_operator.rounds.rivals import decide_rivals
-from poc_operator.rounds.slots import bind_pods, fix_slots
+from poc_operator.rounds.slots import bind_pods, fix_slots, note_waits
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.start import catch_up, renew_credentials, rewind, start_pods
 from poc_operator.rounds.stop import replace_other_work, stop_orphans, stop_pods
-from poc_operator.rounds.summary import note_times, summarise, tell
+from poc_operator.rounds.summary import follow_delivery, note_times, summarise, tell
 
 Policy = Callable[[RoundSnapshot, RoundStep], RoundStep]
 
@@ -29,6 +29,7 @@ POLICIES: tuple[Policy, ...] = (
     suspend,  # may it run?
     fix_slots,  # which residue classes, once
     bind_pods,  # which pod for which slot
+    note_waits,  # how long slots have none
     catch_up,  # where it begins after a loss
     rewind,  # where it begins on pods that cannot resume
     grant,  # how far it may go
@@ -53,7 +54,7 @@ def plan(snapshot: RoundSnapshot) -> RoundStep:
     """Return the round's next status, and the actions to take once it is recorded."""
     step: RoundStep = Step(status=snapshot.round.status)
     if step.status.state.finished:
-        return expire(snapshot, step)
+        return expire(snapshot, follow_delivery(snapshot, step))
     snapshot = attributed(snapshot)
     for policy in POLICIES:
         step = policy(snapshot, step)

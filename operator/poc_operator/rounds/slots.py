@@ -6,8 +6,9 @@ then recorded: a later change would make residue classes overlap.
 """
 
 from collections.abc import Collection, Iterable
+from datetime import datetime
 
-from poc_operator.apis.v1alpha1.round import MAX_SLOTS, Assignment
+from poc_operator.apis.v1alpha1.round import MAX_SLOTS, MAX_WAITS, Assignment, SlotWait
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import PodReport, PodView
 from poc_operator.planning.eligibility import (
@@ -99,6 +100,30 @@ def bind_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     if not any(_may_work(snapshot, pod) and pod.uid not in doubtful for pod in snapshot.live_pods):
         doubtful = frozenset()
     return step.extended(assignments=[_bind(snapshot, slot, free, doubtful) for slot in slots])
+
+
+def note_waits(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
+    """Record how long slots have no pod, from the start of the round until it ends or is suspended."""
+    status = step.status
+    runs = status.start_time is not None and status.stop_time is None
+    waiting = [slot for slot in status.assignments if slot.state is SlotState.WAITING] if runs else []
+    known = {(wait.node, wait.group): wait for wait in status.slot_waits}
+    new = {(slot.node, slot.group): SlotWait(node=slot.node, group=slot.group) for slot in waiting}
+    noted = [_noted(wait, waits=place in new, now=snapshot.now) for place, wait in (new | known).items()]
+    # Those that wait, and then the others, the longest first: what is short is not told in the end.
+    noted.sort(key=lambda wait: (wait.since is None, -_waited(wait, snapshot.now)))
+    return step.extended(slot_waits=noted[:MAX_WAITS])
+
+
+def _noted(wait: SlotWait, *, waits: bool, now: datetime) -> SlotWait:
+    if waits:
+        return wait.model_copy(update={"since": wait.since or now})
+    return wait.model_copy(update={"since": None, "seconds": _waited(wait, now)})
+
+
+def _waited(wait: SlotWait, now: datetime) -> int:
+    """Return for how many seconds the slot has had no pod by now."""
+    return wait.seconds + (max(0, int((now - wait.since).total_seconds())) if wait.since is not None else 0)
 
 
 def _bind(snapshot: RoundSnapshot, slot: Assignment, free: list[PodView], doubtful: Collection[str]) -> Assignment:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus, Totals
-from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.apis.v1alpha1.status import SlotState, WorkStatus
 from poc_operator.observed import CollectedSlot, is_container_session
 from poc_operator.planning import lifecycle
 from poc_operator.planning.conditions import first_few, given_up, set_conditions, tell_pods
@@ -79,6 +79,17 @@ def tell(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     return set_conditions(snapshot, step, pace=_pace(snapshot, step.status), findings=findings, blocked=blocked)
 
 
+def lacks_results(status: WorkStatus) -> bool:
+    """Whether the round's receiver had not taken what waited for it when that was last looked at."""
+    return Reason.RECEIVER_FAILING in status.degraded.split(",")
+
+
+def follow_delivery(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
+    """Tell of a round that is over what its receiver still lacks; without an answer of the gateway, as before."""
+    knows = snapshot.gateway_answers and snapshot.gateway is not None and snapshot.gateway.collected is not None
+    return tell(snapshot, step) if knows and lacks_results(step.status) else step
+
+
 def _pace(snapshot: RoundSnapshot, status: RoundStatus) -> str:
     running = [slot for slot in status.assignments if slot.state is SlotState.RUNNING]
     pace = tell_pods(snapshot, running, f"compute {status.totals.rate} nonces/s")
@@ -125,10 +136,9 @@ def _leaving(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
     leaving = [slot for slot in status.assignments if slot.state is SlotState.LEAVING]
     if not leaving or status.stop_time is not None:
         return None
-    first = leaving[0]
-    until = f", until {first.lease_end_time:%Y-%m-%dT%H:%M:%SZ} at the latest" if first.lease_end_time else ""
-    message = f"{len(leaving)} slots wait for their pods to stop, the first{until}: {first.error}"
-    return Reason.SLOTS_LEAVING, message
+    first, end = leaving[0], leaving[0].lease_end_time
+    which = f"; the first moves on by {end:%Y-%m-%dT%H:%M:%SZ} at the latest" if end is not None else ", the first"
+    return Reason.SLOTS_LEAVING, f"{len(leaving)} slots wait for their pods to stop{which}: {first.error}"
 
 
 def _pods_left(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
@@ -214,6 +224,18 @@ def _deliveries_refused(snapshot: RoundSnapshot, _: RoundStatus) -> Finding | No
     return Reason.DELIVERIES_REFUSED, f"the gateway refuses what pods may not deliver: {first_few(named)}"
 
 
+def _receiver_failing(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
+    gateway = snapshot.gateway
+    told = gateway.collected if gateway is not None else None
+    if gateway is None or told is None or told.forwarding_error is None:
+        return None
+    # A round that is over is looked at until nothing waits: what is short may be told of.
+    if status.completion_time is None and snapshot.seconds_since(gateway.failing_since) < FAILING_SECONDS:
+        return None
+    waiting = f"{told.waiting} results wait at the gateway"
+    return Reason.RECEIVER_FAILING, f"the receiver does not take results ({told.forwarding_error}); {waiting}"
+
+
 def _round_full(snapshot: RoundSnapshot, _: RoundStatus) -> Finding | None:
     collected = snapshot.gateway.collected if snapshot.gateway is not None else None
     if collected is None or collected.limit_reached is None:
@@ -252,7 +274,12 @@ def _undelivered(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None
     if not missing or is_closing or any(slot.state.active for slot in status.assignments):
         return None
     receiver = "spec.callbackURL" if snapshot.gateway is None else "the gateway"
-    return Reason.DELIVERY_INCOMPLETE, f"{missing} computed nonces were not delivered to {receiver}"
+    message = f"{missing} computed nonces were not delivered to {receiver}"
+    # The last that is heard of it: nobody asks the pods of a round that is over.
+    told = [snapshot.report_of(slot).status for slot in status.assignments if slot.next > slot.delivered]
+    errors = [one.delivery_error for one in told if one is not None and one.round_id == snapshot.round.id]
+    error = next(filter(None, errors), None)
+    return Reason.DELIVERY_INCOMPLETE, f"{message} ({error})" if error else message
 
 
 def _rejected(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
@@ -281,6 +308,7 @@ FINDINGS: tuple[Callable[[RoundSnapshot, RoundStatus], Finding | None], ...] = (
     _conflicts,
     _deliveries_failing,
     _deliveries_refused,
+    _receiver_failing,
     _round_full,
     _gateway_contradictory,
     _gateway_unreachable,

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.apis.v1alpha1.round import MAX_SLOTS, Assignment, RoundStatus
+from poc_operator.apis.v1alpha1.round import MAX_SLOTS, MAX_WAITS, Assignment, RoundStatus, SlotWait
 from poc_operator.apis.v1alpha1.status import Outcome, Result, SlotState
 from vllm_poc.wire.partition import MAX_NONCE
 
@@ -36,6 +36,7 @@ def largest_status() -> RoundStatus:
             for kind in ConditionType
         ],
         message=LONGEST,
+        slot_waits=[SlotWait(node=_INDEX, group=_INDEX, seconds=_INDEX, since=NOW) for _ in range(MAX_WAITS)],
         degraded=",".join(Reason),
         outcome=Outcome(type=Result.FAILED, reason=Reason.START_DEADLINE_EXCEEDED, message=LONGEST),
     )

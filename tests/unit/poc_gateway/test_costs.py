@@ -100,6 +100,7 @@ CASES: dict[str, Case] = {
     "delete some": lambda one, known: retention.delete_some(one, known.id),
     "used bytes": lambda one, _: used_bytes(one),
     "list rounds": lambda one, _: queries.round_page(one, RoundsQuery()),
+    "list undelivered rounds": lambda one, _: queries.round_page(one, RoundsQuery(undelivered=True)),
     "progress": lambda one, known: queries.progress(one, "ns", known.terms.name, None),
     "a round": lambda one, known: (queries.round_entry(one, known), queries.slot_entries(one, known)),
     "arrivals": queries.slot_arrivals,

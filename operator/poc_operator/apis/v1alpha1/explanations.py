@@ -72,10 +72,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _FLEET,
     ),
     Reason.CACHE_TOO_SMALL: Explanation(
-        "Stalled=True",
-        "The model's weights do not fit into `spec.cache.size`.",
-        "Make it larger.",
-        _FLEET,
+        "Stalled=True", "The model's weights do not fit into `spec.cache.size`.", "Make it larger.", _FLEET
     ),
     Reason.POD_TEMPLATE_INVALID: Explanation(
         "Stalled=True",
@@ -359,10 +356,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         _ROUND,
     ),
     Reason.SLOTS_WAITING: Explanation(
-        "Degraded=True",
-        "Some slots have no pod.",
-        "Wait for the replacement pod, or add one.",
-        _ROUND,
+        "Degraded=True", "Some slots have no pod.", "Wait for the replacement pod, or add one.", _ROUND
     ),
     Reason.PODS_DISAGREE: Explanation(
         "Degraded=True, Event",
@@ -396,6 +390,15 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "and gateway the same secrets. `HTTP 404` or `HTTP 405`: make a new round with the right `callbackURL`. "
         "`certificate`: renew the receiver's certificate. Otherwise look whether the receiver runs, and whether a "
         "NetworkPolicy is in the way.",
+        _ROUND,
+    ),
+    Reason.RECEIVER_FAILING: Explanation(
+        "Degraded=True",
+        "For a minute, or when the round ended, the receiver at `callbackURL` took no results from the gateway. The "
+        "message has its last answer. Results wait there, and it tries again. It ends when the receiver has them.",
+        "`HTTP 401` or `HTTP 403`: correct the Secret of `callbackSecretRef`. `HTTP 404` or `HTTP 405`: make a new "
+        "round with the right `callbackURL`. `certificate`: renew the receiver's certificate. Otherwise look whether "
+        "the receiver runs, and whether a NetworkPolicy is in the way.",
         _ROUND,
     ),
     Reason.DELIVERIES_REFUSED: Explanation(
@@ -487,10 +490,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.STOPPING: Explanation("Progressing=True", "Pods deliver what is left and stop."),
     Reason.COMPLETED: Explanation("Complete, Ready=True; Progressing=False", "The work is done; the message says why."),
     Reason.NO_FRAUD_DETECTED: Explanation(
-        "Complete, Ready=True; Progressing=False",
-        "The proofs may come from an honest prover.",
-        None,
-        _VALIDATION,
+        "Complete, Ready=True; Progressing=False", "The proofs may come from an honest prover.", None, _VALIDATION
     ),
     Reason.ALL_SLOTS_WORK: Explanation("Degraded=False", "Nothing is lost or missing."),
     Reason.SUSPENDED: Explanation(

@@ -60,6 +60,7 @@ class Reason(StrEnum):
     PRESET_UNUSABLE = "PresetUnusable"
     PROOFS_CHANGED = "ProofsChanged"
     PROOFS_UNAVAILABLE = "ProofsUnavailable"
+    RECEIVER_FAILING = "ReceiverFailing"
     REPLACED = "Replaced"
     REPLICAS_NOT_READY = "ReplicasNotReady"
     REPORT_CONTRADICTORY = "ReportContradictory"

@@ -348,6 +348,21 @@ class RivalCheckStatus(ApiModel):
     """What the gateway has yet to take note of."""
 
 
+class SlotWait(ApiModel):
+    """How long a slot had no pod while others computed."""
+
+    node: Int32
+    """ML node id of the slot."""
+    group: Int32
+    """Group of the slot."""
+    seconds: Int64 = 0
+    """Seconds without a pod that are over."""
+    since: datetime | None = None
+    """Since when it has none. Unset while it has one."""
+
+
+#: So many slots are told of.
+MAX_WAITS = 20
 _NOT_COUNTED = dict.fromkeys(("next", "delivered", "valid", "rejected"), 0)
 
 
@@ -366,6 +381,8 @@ class RoundStatus(WorkStatus):
     """When the leases of all pods have run out if nobody renews them. It is recorded before they are."""
     worked_seconds: Int64 = 0
     """Seconds that the pods worked before the last suspension, for the mean rate."""
+    slot_waits: Annotated[list[SlotWait], Field(max_length=MAX_WAITS)] = Field(default_factory=list)
+    """Slots that had no pod after the start of the round; at most 20, those that have none now first."""
     cross_check: CrossCheckStatus | None = None
     """The last comparison of the pods."""
     rivals: RivalCheckStatus | None = None

@@ -25,7 +25,8 @@ async def test_artifacts_are_stored_as_delivered(start: Start) -> None:
     first = {"slot": 0, "stored": 3, "last_nonce": 4, "delivered_index": 3, **zero, "rivals": []}
     second = {"slot": 1, "stored": 1, "last_nonce": 1, "delivered_index": 1, **zero, "rivals": []}
     told = {"slots": [first, second], "refused": [], "undecided": 0, "forgers": [], "limit_reached": None}
-    assert progress == (200, {"uid": "uid-1", "stored": 4, **zero, **told})
+    receiver = {"forwarding_error": None, "waiting": 0}
+    assert progress == (200, {"uid": "uid-1", "stored": 4, **zero, **told, **receiver})
 
 
 async def test_distances_are_stored_as_delivered(start: Start) -> None:

@@ -20,6 +20,7 @@ from poc_gateway.errors import Refusal
 from poc_gateway.ingest import storing
 from poc_gateway.ingest.deliveries import read_generated
 from poc_gateway.ingest.storing import store
+from poc_gateway.outbox.commands import Commands
 from poc_gateway.outbox.ledger import next_in_order, slots_with_work
 from poc_gateway.outbox.round_sender import _generated
 from poc_gateway.query.export import TERMS_KEY
@@ -87,7 +88,7 @@ async def stored_round(database: Database, bodies: list[bytes]) -> KnownRound:
 @pytest.fixture
 async def client(database: Database) -> AsyncClient:
     app = FastAPI()
-    app.include_router(router(database, limits=False))
+    app.include_router(router(database, Commands(database), limits=False))
     return AsyncClient(transport=ASGITransport(app), base_url="http://gateway")
 
 

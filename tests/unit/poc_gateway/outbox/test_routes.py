@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from poc_gateway.outbox.forward import Outbox
 from poc_gateway.outbox.routes import router
+from poc_gateway.query import routes as query_routes
 from poc_gateway.store.database import Database
 from tests.support.builders.forwarding import Receiver, add_round, running, settings, store, until
 
@@ -24,6 +25,7 @@ def outbox(database: Database) -> Outbox:
 async def client(database: Database, outbox: Outbox) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     app.include_router(router(database, outbox))
+    app.include_router(query_routes.router(database, outbox, limits=False))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
         yield client
 
@@ -48,6 +50,36 @@ async def test_forwarding_while_the_receiver_fails(
         "late": 0,
         "last_error": "HTTP 500",
     }
+
+
+async def test_the_operator_is_told_why_the_receiver_does_not_take_results(
+    database: Database, outbox: Outbox, receiver: Receiver, client: httpx.AsyncClient
+) -> None:
+    receiver.answer = lambda post: 400 if 1 in post.nonces else 500 if 3 in post.nonces else 200
+    round_id = await add_round(database, f"{receiver.url}/a?token=secret", node_count=1)
+    await store(database, round_id, range(5))
+    async with running(outbox):
+        await until(lambda: (forwarder := outbox.forwarder(round_id)) is not None and forwarder.error is not None)
+        answer = (await client.get(f"{ROUND}/progress")).json()
+        (listed,) = (await client.get("/rounds", params={"undelivered": "true"})).json()["rounds"]
+    assert (answer["forwarding_error"], answer["waiting"]) == (f"{receiver.url}/a: HTTP 500", 3)
+    assert (listed["namespace"], listed["name"]) == ("default", "round")
+
+
+async def test_a_receiver_that_takes_results_is_not_in_trouble(
+    database: Database, outbox: Outbox, receiver: Receiver, client: httpx.AsyncClient
+) -> None:
+    await store(database, await add_round(database, receiver.url, node_count=1), range(5))
+    await store(database, await add_round(database, None, name="kept", node_count=1), range(5))
+    untold = (await client.get("/rounds", params={"undelivered": "true"})).json()["rounds"]
+    assert [one["name"] for one in untold] == ["round"], "without a receiver nothing is to be sent"
+    async with running(outbox):
+        await until(lambda: len(receiver.nonces) == 5)
+        await until(lambda: not outbox._forwarders)
+        assert (await client.get("/rounds", params={"undelivered": "true"})).json()["rounds"] == []
+    for name in ("round", "kept"):
+        answer = (await client.get(f"/rounds/default/{name}/progress")).json()
+        assert (answer["stored"], answer["forwarding_error"], answer["waiting"]) == (5, None, 0)
 
 
 async def test_the_name_means_the_newest_round(database: Database, client: httpx.AsyncClient) -> None:

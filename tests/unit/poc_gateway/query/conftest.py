@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
 
 from poc_gateway.errors import install_handlers
+from poc_gateway.outbox.commands import Commands
 from poc_gateway.query.routes import router
 from poc_gateway.store.database import Database
 
@@ -15,7 +16,7 @@ from poc_gateway.store.database import Database
 @pytest.fixture
 def app(database: Database) -> FastAPI:
     app = FastAPI()
-    app.include_router(router(database, limits=True))
+    app.include_router(router(database, Commands(database), limits=True))
     install_handlers(app)
     return app
 

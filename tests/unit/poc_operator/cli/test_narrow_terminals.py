@@ -90,6 +90,23 @@ def test_how_far_a_pod_has_loaded_stays_where_there_is_little_room(width: int, s
     assert ("of 46 files" in text) == (width > 80)
 
 
+@pytest.mark.parametrize("width", [80, 160])
+@pytest.mark.parametrize("reason", ["NoPodReady", "CallbackSecretUnavailable"])
+def test_a_pending_round_shows_why(width: int, reason: str) -> None:
+    waits = seen.condition("Progressing", "False", reason, "waiting for one of 2 pods to become ready")
+    accepted = seen.condition("Accepted", "True", "Accepted", "the spec is valid")
+    body = seen.a_round(ROUND, state="Pending", conditions=[accepted, waits], running=0, startTime=None)
+    look = overview(Seen(now=seen.START, rounds=[PoCRound.parse(body)]))
+    text = rendered(tables(look, everywhere=False), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "Pending:" in text
+    assert reason in text
+    running = overview(
+        Seen(now=seen.START, rounds=[PoCRound.parse({**body, "status": {**body["status"], "state": "Running"}})])
+    )
+    assert [one.reason for one in (*look.rounds, *running.rounds)] == [reason, ""]
+
+
 def test_columns_that_matter_less_go_first() -> None:
     def heads(width: int, title: str) -> set[str]:
         return set(_table(rendered(tables(found(), everywhere=False), width), title)[0])

@@ -228,6 +228,56 @@ def test_what_a_receiver_lacks_is_told_also_of_rounds_that_are_over(run: Run, ap
     assert (told["about"], told["finding"].partition(":")[0]) == ("round poc/round-1", "ReceiverFailing")
 
 
+def test_what_the_operator_saw_last_of_a_receiver_is_told_where_no_gateway_may_be_asked(
+    run: Run, api: ApiPaths
+) -> None:
+    _whole(api)
+    api.answers[EVERY_ROUND] = [a_round_with("Degraded", "True", "ReceiverFailing", "SlotsFailed", state="Complete")]
+    assert {one["level"] for one in json.loads(run("check", "-o", "json").out)} == {"ok"}, "the gateway knows better"
+    api.answers[FORWARDING] = (403, {"message": "services/proxy is forbidden"})
+    (told,) = [one for one in json.loads(run("check", "-o", "json").out) if one["level"] == "error"]
+    assert (told["about"], told["finding"].partition(":")[0]) == ("round poc/round-1", "ReceiverFailing")
+
+
+def test_what_a_receiver_lacks_is_told_also_of_rounds_that_were_deleted(run: Run, api: ApiPaths) -> None:
+    _whole(api)
+    gone = FORWARDING.replace("round-1", "gone")
+    known = [{"namespace": "poc", "name": name} for name in ("round-1", "gone")]
+    api.answers |= {EVERY_ROUND: [seen.a_round()], f"{seen.GATEWAY}/rounds": {"rounds": known}}
+    api.answers[gone] = {"receiver": "https://network:1/x", "backlog": 3, "last_error": None}
+    assert {one["level"] for one in json.loads(run("check", "-o", "json").out)} == {"ok"}, "it takes them"
+    api.answers[gone]["last_error"] = "HTTP 502: Bad Gateway"
+    (told,) = [one for one in json.loads(run("check", "-o", "json").out) if one["level"] == "error"]
+    assert told == {
+        "about": "round poc/gone",
+        "level": "error",
+        "finding": "ReceiverFailing: The receiver https://network:1/x does not take results: HTTP 502: Bad Gateway. "
+        "The round was deleted, and 3 results wait at the gateway, which tries again by itself.",
+        "remedy": "Look at the receiver's log: it runs, and fails. kubectl poc -n poc round results gone",
+    }
+    api.answers[EVERY_ROUND] = []
+    assert run("check", "-n", "poc").code == 1, "no round is left"
+    queries = [one.query for one in api.asked if one.query.get("undelivered")]
+    assert {tuple(sorted(query)) for query in queries} == {("limit", "undelivered")}
+
+
+def test_a_user_of_one_namespace_is_told_of_deleted_rounds_of_that_one(run: Run, api: ApiPaths) -> None:
+    _whole(api)
+    api.answers |= {EVERY_ROUND: (403, {"message": "no"}), seen.ROUNDS: [seen.a_round()]}
+    run("check")
+    (query,) = [one.query for one in api.asked if one.query.get("undelivered")]
+    assert query["namespace"] == ["poc"]
+
+
+def test_an_older_gateway_tells_of_no_deleted_rounds(run: Run, api: ApiPaths) -> None:
+    _whole(api)
+    answered: Any = api.answers.pop(f"{seen.GATEWAY}/rounds")
+    api.answers[f"{seen.GATEWAY}/rounds"] = lambda query: (
+        (422, {"detail": "extra"}) if "undelivered" in query else answered
+    )
+    assert run("check").code == 0
+
+
 def test_a_full_disk_and_a_silent_gateway_are_told_once(run: Run, api: ApiPaths) -> None:
     _whole(api)
     api.answers[EVERY_ROUND] = [seen.a_round(f"round-{number}") for number in range(3)]

@@ -197,6 +197,11 @@ def test_explain_tells_what_keeps_results_in_the_gateway_or_out_of_it(run: Run, 
         assert part in done.out, part
     (asked,) = [one for one in api.asked if one.path.endswith("/forwarding")]
     assert asked.headers["x-poc-gateway-token"] == "people"
+    known = seen.condition("Degraded", "True", "ReceiverFailing", "the receiver does not take results; 200 wait")
+    api.answers[f"{seen.ROUNDS}/round-1"] = seen.a_round(conditions=[known], degraded="ReceiverFailing")
+    assert run("explain", "round-1").out.count("ReceiverFailing") == 1, "what the gateway tells is newer"
+    api.answers[f"{seen.GATEWAY}/health"] = (503, {"message": "no endpoints available"})
+    assert "ReceiverFailing: The receiver does not take results; 200 wait." in run("explain", "round-1").out
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,18 @@ def test_a_round_is_not_over_while_the_gateway_may_know_more() -> None:
     assert degraded(missing) == (Reason.DELIVERY_INCOMPLETE, "4 computed nonces were not delivered to the gateway")
 
 
+def test_a_round_that_is_over_tells_what_its_receiver_answered_last() -> None:
+    outcome = {"type": "Complete", "reason": "Completed", "message": "enough"}
+    ending = a_status(a_slot(next=12, delivered=8), stop_time=NOW, outcome=outcome)
+    counts: dict[str, Any] = {"next_index": 12, "delivered_index": 8, "delivery_error": "http://x: HTTP 503"}
+    missing = "4 computed nonces were not delivered to spec.callbackURL"
+    over = planned(ending, says(STOPPED, round_id=UID, **counts), None, after=1)
+    assert over.status.state is State.COMPLETE
+    assert degraded(over) == (Reason.DELIVERY_INCOMPLETE, f"{missing} (http://x: HTTP 503)")
+    other = planned(ending, says(STOPPED, round_id="another", **counts), None, after=1)
+    assert degraded(other) == (Reason.DELIVERY_INCOMPLETE, missing), "the answer is about another round"
+
+
 def told(*slots: CollectedSlot, **fields: Any) -> GatewayReport:  # noqa: ANN401
     sums = {"stored": 0, "duplicates": 0, "conflicts": 0, "forwarded": 0}
     answer = CollectedRound(uid=UID, slots=list(slots), **sums | fields)

@@ -70,7 +70,7 @@ def test_a_pod_that_leaves_keeps_its_slot_and_is_told_to_stop(way: str, slot: As
     assert told(step) == [(StopPod, "a")]
     assert condition(step.status, "Degraded") == (
         "SlotsLeaving",
-        f"1 slots wait for their pods to stop, the first, until 2026-01-01T12:16:40Z at the latest: {WAYS[way]}",
+        f"1 slots wait for their pods to stop; the first moves on by 2026-01-01T12:16:40Z at the latest: {WAYS[way]}",
     )
 
 

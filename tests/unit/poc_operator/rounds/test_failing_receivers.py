@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A round says itself that its receiver does not take results from the gateway, also when it is over."""
+
+import asyncio
+import time
+from datetime import datetime, timedelta
+from typing import Any, cast
+
+import pytest
+
+from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
+from poc_operator.apis.v1alpha1.status import Outcome, Result, SlotState, State
+from poc_operator.clients.gateway import GatewayClient
+from poc_operator.clients.kube.objects import ObjectStore
+from poc_operator.clients.pods.client import PodClient
+from poc_operator.controller import manager, reconciler
+from poc_operator.controller.kinds import RoundPlanner
+from poc_operator.controller.leader_election import LeaderElection
+from poc_operator.controller.logs import ObjectRef
+from poc_operator.controller.manager import Manager
+from poc_operator.controller.observing import after_answer
+from poc_operator.observed import CollectedRound, GatewayReport
+from poc_operator.rounds.plan import plan
+from poc_operator.rounds.snapshot import RoundStep
+from tests.support.builders.forwarding import until
+from tests.support.fakes.gateway import TOKEN, gateway
+from tests.support.fakes.lease_api import lease_api
+from tests.support.fakes.without_pods import WithoutPods
+from tests.unit.poc_operator.build import CALLBACK, NOW, UID, a_pod, a_round, a_slot, a_status, look, says
+from vllm_poc.wire.answers import PowState
+
+ERROR = "https://network:1/x: HTTP 502: Bad Gateway"
+OUTCOME = Outcome(type=Result.COMPLETE, reason=Reason.COMPLETED, message="spec.stop.afterNonces of 8 reached")
+OVER = a_slot(state=SlotState.DONE, next=8, delivered=8, valid=8)
+
+
+def stored(forwarded: int, error: str | None = ERROR) -> CollectedRound:
+    """What a gateway tells that has 8 results, of which the receiver took so many."""
+    slot = {"slot": 0, "last_nonce": 7, "delivered_index": 8}
+    sums = {"stored": 8, "duplicates": 0, "conflicts": 0, "forwarded": forwarded}
+    waiting = 8 - forwarded if error else 0
+    fields: dict[str, Any] = {"forwarding_error": error, "waiting": waiting}
+    return CollectedRound.model_validate({"uid": UID, **sums, **fields, "slots": [{**slot, **sums}]})
+
+
+def report(forwarded: int = 3, error: str | None = ERROR, *, since: float = 0) -> GatewayReport:
+    """The same after a question; its receiver takes nothing since so many seconds after now."""
+    failing = NOW + timedelta(seconds=since) if error else None
+    return GatewayReport(callback=CALLBACK, collected=stored(forwarded, error), asked=NOW, failing_since=failing)
+
+
+def planned(status: RoundStatus, seen: GatewayReport, after: float) -> RoundStep:
+    told = says(PowState.GENERATING, next_index=12, delivered_index=8, delivered_valid=8)
+    if status.stop_time is not None:
+        told = says(PowState.STOPPED)
+    return plan(look(a_round(status, callbackURL="https://network:1/x"), (a_pod("a"), told), after=after, gateway=seen))
+
+
+def degraded(step: RoundStep) -> tuple[str, str, str]:
+    condition = next(found for found in step.status.own_conditions if found.type == "Degraded")
+    return condition.status, condition.reason, condition.message
+
+
+RUNNING = a_status(a_slot(next=8, delivered=8, valid=8))
+TOLD = ("True", Reason.RECEIVER_FAILING, f"the receiver does not take results ({ERROR}); 5 results wait at the gateway")
+
+
+def test_a_running_round_says_so_after_a_minute() -> None:
+    assert degraded(planned(RUNNING, report(), 59))[0] == "False", "it may pass"
+    step = planned(RUNNING, report(), 60)
+    assert degraded(step) == TOLD
+    assert (step.status.degraded, step.events) == (Reason.RECEIVER_FAILING, []), "it may come and go"
+    assert degraded(planned(step.status, report(error=None), 62))[0] == "False"
+
+
+def ended(after: float = 5) -> RoundStep:
+    """A round that ends while its receiver takes nothing, for a moment only."""
+    return planned(a_status(OVER, stop_time=NOW, outcome=OUTCOME), report(), after)
+
+
+def test_a_round_that_ends_says_so_at_once() -> None:
+    step = ended()
+    assert step.status.state is State.COMPLETE
+    assert degraded(step) == TOLD
+
+
+def test_a_round_that_is_over_says_so_until_its_receiver_has_everything() -> None:
+    over = ended().status
+    fewer = planned(over, report(6), 40)
+    assert "2 results wait" in degraded(fewer)[2]
+    silent = GatewayReport(callback=CALLBACK, collected=stored(8, None), asked=NOW, error="no answer within 5 s")
+    for unknown in (silent, GatewayReport(callback=CALLBACK), GatewayReport(callback=CALLBACK, asked=NOW)):
+        assert planned(over, unknown, 40).status == over, "what was seen last stays"
+    delivered = planned(fewer.status, report(8, None), 70)
+    assert degraded(delivered)[:2] == ("False", Reason.ALL_SLOTS_WORK)
+    assert (delivered.status.degraded, delivered.status.message) == ("", OUTCOME.message)
+    assert delivered.status.completion_time == over.completion_time
+
+
+def test_another_trouble_of_a_round_that_is_over_stays() -> None:
+    lossy = a_slot(state=SlotState.DONE, next=8, delivered=8, valid=6, rejected=2)
+    over = planned(a_status(lossy, stop_time=NOW, outcome=OUTCOME), report(), 5)
+    assert over.status.degraded == "ReceiverFailing,ResultsRejected"
+    assert planned(over.status, report(8, None), 40).status.degraded == "ResultsRejected"
+
+
+def test_it_fails_since_the_receiver_took_something_last() -> None:
+    def asked(known: GatewayReport, seconds: float, told: CollectedRound | None) -> GatewayReport:
+        return after_answer(known, told, NOW + timedelta(seconds=seconds), {})
+
+    def since(known: GatewayReport) -> float | None:
+        found: datetime | None = known.failing_since
+        return (found - NOW).total_seconds() if found is not None else None
+
+    first = asked(GatewayReport(callback=CALLBACK), 0, stored(3))
+    again = asked(first, 10, stored(3))
+    some = asked(again, 20, stored(4))
+    assert (since(first), since(again), since(some)) == (0, 0, 20)
+    assert since(asked(some, 30, stored(8, None))) is None
+    assert since(asked(some, 30, None)) is None
+
+
+class KeptRound(WithoutPods):
+    """A store of one round, which keeps what is written."""
+
+    def __init__(self, status: RoundStatus) -> None:
+        self.round = a_round(status, callbackURL="https://network:1/x")
+
+    async def get(self, *_: object) -> PoCRound:
+        """Return the round."""
+        return self.round
+
+    async def write_status(self, _: PoCRound, status: RoundStatus) -> None:
+        """Keep the status."""
+        self.round = self.round.model_copy(update={"status": status})
+
+
+async def test_a_round_that_is_over_is_looked_at_until_its_receiver_has_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(manager, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(reconciler, "FOLLOW_SECONDS", 0.05)
+    store = KeptRound(ended().status)
+    async with (
+        gateway() as found,
+        GatewayClient(found.url, TOKEN) as asked,
+        lease_api() as (_, connection),
+        PodClient() as pods,
+    ):
+        found.body = stored(4).model_dump_json()
+        lease = LeaderElection(connection, "ns", "me", time.monotonic)
+        await lease.acquire()
+        operator = Manager(cast(ObjectStore, store), lease, pods, asked)
+        loop = asyncio.create_task(
+            operator.run(UID, operator.reconciler(RoundPlanner, ObjectRef("ns", "r", UID), lambda _: None))
+        )
+        await until(lambda: len(found.questions) > 2)
+        assert not loop.done()
+        told = next(one.message for one in store.round.status.own_conditions if one.type == "Degraded")
+        assert told.endswith("; 4 results wait at the gateway")
+        found.body = stored(8, None).model_dump_json()
+        async with asyncio.timeout(10):
+            await loop
+    assert store.round.status.degraded == ""
