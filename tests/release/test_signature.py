@@ -31,7 +31,7 @@ def cosign(tmp_path: Path) -> Cosign:
     environment = {"HOME": str(tmp_path), "COSIGN_PASSWORD": ""}
 
     def run(*argv: str) -> subprocess.CompletedProcess[str]:
-        whole = [tool_path("cosign"), *argv]
+        whole: list[str | Path] = [tool_path("cosign"), *argv]
         return subprocess.run(whole, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
 
     made = run("generate-key-pair")
