@@ -87,7 +87,9 @@ def test_a_changed_spec_is_not_healthy_before_the_operator_has_seen_it() -> None
 
 
 def _fleet(replicas: int, *pods: PodView) -> list[Condition]:
-    seen = PodCounts(replicas=replicas, port=8000, pods=pods, outdated=[], observed=True, nodes={}, now=NOW)
+    seen = PodCounts(
+        replicas=replicas, port=8000, pods=pods, outdated=[], observed=True, replaces=True, nodes={}, now=NOW
+    )
     return Verdict.of_pods(seen, UpdateStatus()).conditions(NOW, 1)
 
 

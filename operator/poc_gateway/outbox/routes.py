@@ -20,7 +20,7 @@ from poc_gateway.outbox.listing import Counts
 from poc_gateway.outbox.pace import public_url
 from poc_gateway.outbox.states import Event, State
 from poc_gateway.store.database import Database
-from poc_gateway.store.rounds import KnownRound, newest
+from poc_gateway.store.rounds import KnownRound, load, newest
 from poc_gateway.store.schema import one_line
 from poc_operator.observed import Decision, RivalNonce, RivalPage
 from vllm_poc.wire.messages import Nonce
@@ -177,11 +177,11 @@ def router(database: Database, outbox: Sending) -> APIRouter:
 
 def _add_forwarding(routes: APIRouter, database: Database, outbox: Sending) -> None:
     @routes.get(f"{_ROUND}/forwarding")
-    async def forwarding(namespace: str, name: str) -> Forwarding:
-        """Tell how far the round is forwarded, and what keeps it."""
+    async def forwarding(namespace: str, name: str, uid: Annotated[str | None, Query()] = None) -> Forwarding:
+        """Tell how far the round is forwarded, and what keeps it: without ``uid`` the newest of its name."""
 
         def read(connection: Connection) -> tuple[KnownRound, Counts]:
-            known = _found(connection, namespace, name)
+            known = _found(connection, namespace, name, uid)
             return known, listing.counts(connection, known.id)
 
         known, counts = await database.read(read)
@@ -331,9 +331,9 @@ def _without_secrets(row: RowMapping) -> dict[str, Any]:
     return {**row, "url": _public(row["url"])}
 
 
-def _found(connection: Connection, namespace: str, name: str) -> KnownRound:
-    known = newest(connection, namespace, name)
-    if known is None:
+def _found(connection: Connection, namespace: str, name: str, uid: str | None = None) -> KnownRound:
+    known = load(connection, uid) if uid is not None else newest(connection, namespace, name)
+    if known is None or (known.terms.namespace, known.terms.name) != (namespace, name):
         raise _no_round(namespace, name)
     return known
 

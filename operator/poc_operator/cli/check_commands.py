@@ -208,14 +208,19 @@ def _deleted_rounds(
     gateways: list[gateway_proxy.Gateway], found: Iterable[PoCRound], within: str | None, option: str | None
 ) -> Iterator[Check]:
     """Look at rounds that the gateways alone still know. ``within`` is the only namespace that may be read."""
-    names = {(one.metadata.namespace, one.metadata.name) for one in found}
+    there = {one.metadata.uid for one in found}
     for gateway in list(gateways):
         try:
-            gone = [one for one in gateway.undelivered(within, _MOST_UNDELIVERED) if one not in names]
-            for namespace, name in gone[:_MOST_OVER]:
-                yield from preflight.deleted_round(gateway.forwarding(namespace, name), namespace, name, option)
+            listed = gateway.undelivered(within, _MOST_UNDELIVERED)
         except UserError:  # an older one, or one of which it is told already
             continue
+        for namespace, name, uid in [one for one in listed if one[2] not in there][:_MOST_OVER]:
+            try:
+                told = gateway.forwarding(namespace, name, uid)
+            except UserError as error:
+                yield preflight.warning(f"round {namespace}/{name}", str(error), "ask again")
+            else:
+                yield from preflight.deleted_round(told, namespace, name, option)
 
 
 def _asked(cluster: Cluster, option: str | None) -> list[gateway_proxy.Gateway]:

@@ -103,11 +103,15 @@ class Gateway:
             certificate_expires=datetime.fromisoformat(expires) if expires else None,
         )
 
-    def forwarding(self, namespace: str, name: str) -> Forwarding:
-        """Return how far a round is forwarded, and what keeps it; without any results of it the disk alone is told."""
+    def forwarding(self, namespace: str, name: str, uid: str | None = None) -> Forwarding:
+        """Return how far a round is forwarded, and what keeps it; without any results of it the disk alone is told.
+
+        Without ``uid`` it is the newest round of that name.
+        """
         full = self.health().storage_full
+        query = {"uid": uid} if uid is not None else _NOTHING
         try:
-            told = self.get(f"/rounds/{namespace}/{name}/forwarding")
+            told = self.get(f"/rounds/{namespace}/{name}/forwarding", query)
         except NotFound:
             return Forwarding(place=self.place, storage_full=full)
         return Forwarding(
@@ -119,10 +123,10 @@ class Gateway:
             last_error=str(told["last_error"] or ""),
         )
 
-    def undelivered(self, namespace: str | None, limit: int) -> list[tuple[str, str]]:
-        """Return namespaces and names of the newest rounds with results that their receivers have yet to take."""
+    def undelivered(self, namespace: str | None, limit: int) -> list[tuple[str, str, str]]:
+        """Return namespace, name and uid of the newest rounds with results that their receivers have yet to take."""
         query = {"undelivered": "true", "limit": str(limit), **({"namespace": namespace} if namespace else {})}
-        return [(one["namespace"], one["name"]) for one in self.get("/rounds", query)["rounds"]]
+        return [(one["namespace"], one["name"], one["uid"]) for one in self.get("/rounds", query)["rounds"]]
 
     def stream(self, path: str, query: Mapping[str, str]) -> Iterator[bytes]:
         """Return the answer of a route piece by piece."""

@@ -297,13 +297,8 @@ def unfinished_round(found: Evidence, operator_remedy: str) -> list[Check]:
 
 
 def finished_round(found: Evidence) -> list[Check]:
-    """Check that no result of a round that is over still waits for its receiver.
-
-    Without a gateway's answer it is as the operator has seen it last.
-    """
-    if found.forwarding is not None:
-        return _told_of(found, undelivered(found))
-    return _told_of(found, [one for one in account(found).findings if one.reason == Reason.RECEIVER_FAILING])
+    """Check that no result of a round that is over still waits for its receiver."""
+    return _told_of(found, undelivered(found))
 
 
 def deleted_round(told: Forwarding, namespace: str, name: str, gateway: str | None) -> list[Check]:

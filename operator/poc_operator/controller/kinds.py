@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from poc_operator.apis.v1alpha1.calibration import PoCCalibration
 from poc_operator.apis.v1alpha1.round import PoCRound
-from poc_operator.apis.v1alpha1.status import WorkStatus
 from poc_operator.apis.v1alpha1.validation import ConfigMapKey, PoCValidation, Proof, RoundSample
 from poc_operator.basic_auth import BasicAuth
 from poc_operator.calibrations import plan as calibrations
@@ -32,7 +31,6 @@ from poc_operator.planning.snapshot import DecideRivals, OtherRound, Snapshot, S
 from poc_operator.rounds import plan as rounds
 from poc_operator.rounds.leaving import renewal
 from poc_operator.rounds.snapshot import RoundSnapshot
-from poc_operator.rounds.summary import lacks_results
 from poc_operator.validations import plan as validations
 from poc_operator.validations.plan import in_order, parse_proofs
 from vllm_poc.wire.messages import Protocol
@@ -80,13 +78,6 @@ class Planner(ABC, Generic[WorkT]):
     async def compare(self, work: WorkT, reports: Mapping[str, PodReport]) -> None:
         """Ask what pods' reports, by their uids, are held against. It takes a moment."""
 
-    async def follow(self, work: WorkT) -> None:
-        """Ask what the plan needs of an object that is over. It takes a moment."""
-
-    def follows(self, status: WorkStatus) -> bool:
-        """Whether something may change although the object is over, so that it is looked at now and then."""
-        return False
-
     def renewal(self, work: WorkT) -> Renewal | None:
         """Return which leases the polls of the object's pods renew."""
         return None
@@ -132,15 +123,6 @@ class RoundPlanner(Planner[PoCRound]):
         if self._gateway is not None:
             heard = {uid: report.status for uid, report in reports.items() if report.status is not None}
             self._report = await self._gateway.observe(heard, now=work.status.stop_time is not None)
-
-    async def follow(self, work: PoCRound) -> None:
-        """Ask the gateway whether the receiver of a round that is over has taken what it lacked."""
-        if self._gateway is not None and lacks_results(work.status):
-            self._report = await self._gateway.observe({}, now=True)
-
-    def follows(self, status: WorkStatus) -> bool:
-        """Whether the receiver lacks results, as far as it is known."""
-        return self._gateway is not None and lacks_results(status)
 
     def renewal(self, work: PoCRound) -> Renewal | None:
         """Return the leases of the pods that are to compute on, once it is recorded when they end."""

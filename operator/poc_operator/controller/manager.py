@@ -15,7 +15,6 @@ from uuid import uuid4
 
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.meta import LabelSelector
-from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.status import is_finished
 from poc_operator.clients.errors import StaleObject, StoreError, StoreForbidden, StoreUnavailable
 from poc_operator.clients.gateway import GatewayClient
@@ -72,8 +71,7 @@ def needs_reconciling(body: Mapping[str, Any]) -> bool:
     if "deletionTimestamp" in metadata:
         return False
     unseen = status.get("observedGeneration") != metadata["generation"]
-    lacks_results = Reason.RECEIVER_FAILING in str(status.get("degraded") or "").split(",")
-    return unseen or lacks_results or (body.get("spec") or {}).get("ttlSecondsAfterFinished") is not None
+    return unseen or (body.get("spec") or {}).get("ttlSecondsAfterFinished") is not None
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:

@@ -39,29 +39,25 @@ POLL_SECONDS = 2.0
 POLLS_PER_TURN = 6
 #: Seconds between two turns of an object that is suspended.
 SUSPENDED_SECONDS = 30.0
-#: Seconds between two turns of an object that is over and may still change, as a round whose receiver lacks results.
-FOLLOW_SECONDS = 30.0
 #: Seconds between two looks whether a watch has told of the pods that work: at first, as the watches of a new process
 #: tell of all within moments of each other, and at most.
 FIRST_UNTOLD_SECONDS = 0.1
 UNTOLD_SECONDS = 0.5
 
 
-def _rest_seconds(work: Work, status: WorkStatus, now: datetime, *, follows: bool) -> float:
+def _rest_seconds(work: Work, status: WorkStatus, now: datetime) -> float:
     """Return for how long the object needs no turn: what is finished, until its time to live has passed.
 
-    What is suspended waits for another spec, and looks now and then whether that is all. ``follows`` says that what is
-    finished is looked at now and then too.
+    What is suspended waits for another spec, and looks now and then whether that is all.
     """
     if status.state is State.SUSPENDED:
         return SUSPENDED_SECONDS
     if not status.state.finished:
         return 0.0
     ttl, finished = work.spec.ttl_seconds_after_finished, status.completion_time
-    rest = FOLLOW_SECONDS if follows else math.inf
     if ttl is None or finished is None:
-        return rest
-    return min(rest, max(0.0, ttl - (now - finished).total_seconds()))
+        return math.inf
+    return max(0.0, ttl - (now - finished).total_seconds())
 
 
 class Reconciler(Generic[WorkT]):
@@ -162,7 +158,7 @@ class Reconciler(Generic[WorkT]):
             return False
         self._asks.keep(work.spec.port, (action for action in step.actions if isinstance(action, AskPod)))
         self._actions.begin(work.spec.port, step.actions)
-        self.rest_seconds = _rest_seconds(work, step.status, seen.now, follows=self._planner.follows(step.status))
+        self.rest_seconds = _rest_seconds(work, step.status, seen.now)
         if self._deleted and step.status.state.finished:
             self._tell_of_silent(seen)
             return False
@@ -289,8 +285,6 @@ class Reconciler(Generic[WorkT]):
         if not work.status.state.finished:
             reports, _ = await asyncio.gather(self._poll([*pods, *others], work), self._planner.ask(work))
             await self._planner.compare(work, reports)
-        else:
-            await self._planner.follow(work)
         self.polls = len(reports)
         self._watch.forget_others(reports)
         self._actions.forget_others(reports)

@@ -28,8 +28,8 @@ _UPDATES = {UpdatePhase.FAILED: Reason.UPDATE_FAILED, UpdatePhase.STOPPED: Reaso
 class PodCounts:
     """The pods that stay, and what there should be. ``observed``: the StatefulSet's status is about its present spec.
 
-    ``outdated`` are those of an old revision, and ``port`` is that of the pods' server. ``nodes`` are the Kubernetes
-    nodes that are known.
+    ``outdated`` are those of an old revision, which the operator replaces if it ``replaces`` any. ``port`` is that of
+    the pods' server. ``nodes`` are the Kubernetes nodes that are known.
     """
 
     replicas: int
@@ -37,18 +37,19 @@ class PodCounts:
     pods: Sequence[PodView]
     outdated: Sequence[PodView]
     observed: bool
+    replaces: bool
     nodes: Nodes
     now: datetime
 
     def is_stuck(self, pod: PodView) -> bool:
-        """Whether a pod waits for a person. One of an old revision is replaced, so it waits for nobody."""
-        return pod not in self.outdated and is_stuck(pod, self.nodes, self.now)
+        """Whether a pod waits for a person. One that is replaced waits for nobody."""
+        return not (self.replaces and pod in self.outdated) and is_stuck(pod, self.nodes, self.now)
 
     @property
     def waits(self) -> bool:
         """Whether all that is not as it should be waits for a person."""
         stuck = [self.is_stuck(pod) for pod in self.pods if not pod.ready]
-        return len(self.pods) == self.replicas and not self.outdated and all(stuck)
+        return len(self.pods) == self.replicas and not (self.replaces and self.outdated) and all(stuck)
 
     @property
     def ready(self) -> int:

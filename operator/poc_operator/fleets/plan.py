@@ -13,7 +13,7 @@ from typing import Any
 from poc_operator.apis.v1alpha1.conditions import merge_conditions
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
 from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase, UpdateStatus
-from poc_operator.apis.v1alpha1.fleet_upkeep import Download, FleetPod
+from poc_operator.apis.v1alpha1.fleet_upkeep import Download, FleetPod, UpdateStrategy
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, GROUPS_KIND
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.fleets.checked_pods import CheckAnswer, CheckedPods, CheckPod, check_pods, finding
@@ -444,6 +444,7 @@ class _Parts:
             pods=pods,
             outdated=outdated,
             observed=seen.is_observed,
+            replaces=not fleet.spec.update.paused and fleet.spec.update.strategy is not UpdateStrategy.NEVER,
             nodes=seen.nodes,
             now=seen.now,
         )

@@ -201,8 +201,12 @@ def named(pods: Sequence[PodT], detail: Callable[[PodT], str]) -> str:
 
 #: Characters that are told of a message of the kubelet: three pods with such messages fit into a condition's.
 _MESSAGE = 120
-#: An address: the server and the path. Users, passwords and signatures stand in the rest.
-_ADDRESS = re.compile(r"""(https?://)(?:[^/\s"']*@)?([^\s"'?]*)(?:\?[^\s"']*?(?=:?(?:[\s"']|$)))?""")
+#: An address: up to the quote that ends it, or to white space. Punctuation at its end is the sentence's.
+_ADDRESS = re.compile(
+    r"""(?<=")([a-z][a-z0-9+.-]*://)([^"]*)()|([a-z][a-z0-9+.-]*://)([^\s"]*?)([:,.;]*(?=[\s"]|$))""", re.I
+)
+#: What proves who somebody is, where a message quotes a request.
+_CREDENTIALS = re.compile(r"\b(Basic|Bearer)\s+[^\s\",]+", re.I)
 _CRASHES = "CrashLoopBackOff"
 
 
@@ -217,13 +221,27 @@ def why_waiting(pod: PodView) -> str:
 
 def _shortened(message: str) -> str:
     """Return the end of a message in one line: what was being done is told first, and the cause last."""
-    line = _ADDRESS.sub(r"\1\2", " ".join(message.split()))
+    line = _CREDENTIALS.sub(r"\1 …", _ADDRESS.sub(_public, " ".join(message.split())))
     kept, *before = reversed("".join(filter(str.isprintable, line)).split(": "))
     for part in before:
         if len(part) + len(kept) + 2 > _MESSAGE:
             break
         kept = f"{part}: {kept}"
     return kept if len(kept) <= _MESSAGE else f"{kept[: _MESSAGE - 1]}…"
+
+
+def _public(address: re.Match[str]) -> str:
+    """Return server and path of an address: users, passwords, tokens and signatures stand in the rest.
+
+    What may be either goes. The digest of an image stays.
+    """
+    quoted, bare = address.group(1, 2, 3), address.group(4, 5, 6)
+    scheme, rest, end = bare if quoted[0] is None else quoted
+    path = re.split("[?#]", rest, maxsplit=1)[0]
+    if "@" in rest[len(path) :]:
+        return f"{scheme}…{end}"
+    server, digest, of = path.partition("@sha256:")
+    return f"{scheme}{server.rpartition('@')[2]}{digest}{of}{end}"
 
 
 def loads_until(snapshot: Snapshot[Work], pod: PodView) -> datetime | None:

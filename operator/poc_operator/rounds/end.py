@@ -7,7 +7,7 @@ Of the rules of an end the first with an answer wins.
 from datetime import timedelta
 
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.apis.v1alpha1.round import MAX_SLOTS, Assignment, RoundStatus
+from poc_operator.apis.v1alpha1.round import MAX_SLOTS, MAX_WAITS, Assignment, RoundStatus
 from poc_operator.apis.v1alpha1.status import Outcome, SlotState
 from poc_operator.planning import lifecycle
 from poc_operator.planning.conditions import first_few
@@ -15,6 +15,7 @@ from poc_operator.planning.lifecycle import LIMITS, EndRule, close, complete, en
 from poc_operator.rounds.counters import PATIENCE
 from poc_operator.rounds.leaving import leave
 from poc_operator.rounds.rivals import under_way
+from poc_operator.rounds.slots import TOLD_SECONDS
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 
 #: A round that ends waits so long for decisions about rivals: what they hold back is not forwarded before.
@@ -149,20 +150,30 @@ def finish(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     if undelivered and _gateway_may_know_more(snapshot, status):
         return step
     lost = f"{undelivered} computed nonces were not delivered" if undelivered else ""
-    message = "; ".join(filter(None, (status.outcome.message, lost, _without_pods(status))))
+    message = "; ".join(filter(None, (status.outcome.message, lost, _at_the_gateway(snapshot), _without_pods(status))))
     return close(snapshot, step.extended(outcome=status.outcome.model_copy(update={"message": message})))
 
 
-#: Slots that had no pod for a smaller share of the round's time are not told of, nor for fewer seconds.
-TOLD_SHARE, TOLD_SECONDS = 0.1, 60
+def _at_the_gateway(snapshot: RoundSnapshot) -> str:
+    """Say what waited at the gateway when the round ended, if its receiver did not take it."""
+    told = snapshot.gateway.collected if snapshot.gateway is not None else None
+    if told is None or told.forwarding_error is None:
+        return ""
+    return f"at its end {told.waiting} results waited at the gateway for the receiver ({told.forwarding_error})"
+
+
+#: Nor is one that had none for a smaller share of the round's time than this.
+_TOLD_SHARE = 0.1
 
 
 def _without_pods(status: RoundStatus) -> str:
     """Say which slots had no pod for a good part of the round's time; nothing if all had theirs."""
     seconds = worked_seconds(status)
-    waits = [wait for wait in status.slot_waits if wait.seconds >= max(TOLD_SECONDS, TOLD_SHARE * seconds)]
+    waits = [wait for wait in status.slot_waits if wait.seconds >= max(TOLD_SECONDS, _TOLD_SHARE * seconds)]
     told = [f"node {wait.node} group {wait.group} ({wait.seconds} s)" for wait in waits]
-    return f"slots without a pod for a part of the {seconds} s: {first_few(told)}" if told else ""
+    # Others may have been left out of the status.
+    what = f"{MAX_WAITS} or more slots" if len(waits) == MAX_WAITS else "slots"
+    return f"{what} without a pod for a part of the {seconds} s: {first_few(told)}" if told else ""
 
 
 def _gateway_may_know_more(snapshot: RoundSnapshot, status: RoundStatus) -> bool:

@@ -18,7 +18,7 @@ from poc_operator.rounds.slots import bind_pods, fix_slots, note_waits
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from poc_operator.rounds.start import catch_up, renew_credentials, rewind, start_pods
 from poc_operator.rounds.stop import replace_other_work, stop_orphans, stop_pods
-from poc_operator.rounds.summary import follow_delivery, note_times, summarise, tell
+from poc_operator.rounds.summary import note_times, summarise, tell
 
 Policy = Callable[[RoundSnapshot, RoundStep], RoundStep]
 
@@ -54,7 +54,7 @@ def plan(snapshot: RoundSnapshot) -> RoundStep:
     """Return the round's next status, and the actions to take once it is recorded."""
     step: RoundStep = Step(status=snapshot.round.status)
     if step.status.state.finished:
-        return expire(snapshot, follow_delivery(snapshot, step))
+        return expire(snapshot, step)
     snapshot = attributed(snapshot)
     for policy in POLICIES:
         step = policy(snapshot, step)

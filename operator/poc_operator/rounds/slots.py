@@ -102,6 +102,10 @@ def bind_pods(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     return step.extended(assignments=[_bind(snapshot, slot, free, doubtful) for slot in slots])
 
 
+#: A slot that had no pod for fewer seconds in all is not told of.
+TOLD_SECONDS = 60
+
+
 def note_waits(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     """Record how long slots have no pod, from the start of the round until it ends or is suspended."""
     status = step.status
@@ -110,8 +114,8 @@ def note_waits(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     known = {(wait.node, wait.group): wait for wait in status.slot_waits}
     new = {(slot.node, slot.group): SlotWait(node=slot.node, group=slot.group) for slot in waiting}
     noted = [_noted(wait, waits=place in new, now=snapshot.now) for place, wait in (new | known).items()]
-    # Those that wait, and then the others, the longest first: what is short is not told in the end.
-    noted.sort(key=lambda wait: (wait.since is None, -_waited(wait, snapshot.now)))
+    # What is told in the end comes first, and then what may still become long.
+    noted.sort(key=lambda wait: -_waited(wait, snapshot.now) - (TOLD_SECONDS if wait.since is not None else 0))
     return step.extended(slot_waits=noted[:MAX_WAITS])
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus, Totals
-from poc_operator.apis.v1alpha1.status import SlotState, WorkStatus
+from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import CollectedSlot, is_container_session
 from poc_operator.planning import lifecycle
 from poc_operator.planning.conditions import first_few, given_up, set_conditions, tell_pods
@@ -77,17 +77,6 @@ def tell(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     # A round that has started is not refused any more.
     blocked = snapshot.blocked if step.status.start_time is None else None
     return set_conditions(snapshot, step, pace=_pace(snapshot, step.status), findings=findings, blocked=blocked)
-
-
-def lacks_results(status: WorkStatus) -> bool:
-    """Whether the round's receiver had not taken what waited for it when that was last looked at."""
-    return Reason.RECEIVER_FAILING in status.degraded.split(",")
-
-
-def follow_delivery(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
-    """Tell of a round that is over what its receiver still lacks; without an answer of the gateway, as before."""
-    knows = snapshot.gateway_answers and snapshot.gateway is not None and snapshot.gateway.collected is not None
-    return tell(snapshot, step) if knows and lacks_results(step.status) else step
 
 
 def _pace(snapshot: RoundSnapshot, status: RoundStatus) -> str:
@@ -225,12 +214,12 @@ def _deliveries_refused(snapshot: RoundSnapshot, _: RoundStatus) -> Finding | No
 
 
 def _receiver_failing(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
+    """Of a round that is over nobody looks whether it still lasts: the message of its end tells of it."""
     gateway = snapshot.gateway
     told = gateway.collected if gateway is not None else None
-    if gateway is None or told is None or told.forwarding_error is None:
+    if gateway is None or told is None or told.forwarding_error is None or status.completion_time is not None:
         return None
-    # A round that is over is looked at until nothing waits: what is short may be told of.
-    if status.completion_time is None and snapshot.seconds_since(gateway.failing_since) < FAILING_SECONDS:
+    if snapshot.seconds_since(gateway.failing_since) < FAILING_SECONDS:
         return None
     waiting = f"{told.waiting} results wait at the gateway"
     return Reason.RECEIVER_FAILING, f"the receiver does not take results ({told.forwarding_error}); {waiting}"

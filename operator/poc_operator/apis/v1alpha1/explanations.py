@@ -394,8 +394,8 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.RECEIVER_FAILING: Explanation(
         "Degraded=True",
-        "For a minute, or when the round ended, the receiver at `callbackURL` took no results from the gateway. The "
-        "message has its last answer. Results wait there, and it tries again. It ends when the receiver has them.",
+        "For a minute the receiver at `callbackURL` has taken no results from the gateway. The message has its last "
+        "answer. Results wait there, and the gateway tries again. The message of a round that ends says how many.",
         "`HTTP 401` or `HTTP 403`: correct the Secret of `callbackSecretRef`. `HTTP 404` or `HTTP 405`: make a new "
         "round with the right `callbackURL`. `certificate`: renew the receiver's certificate. Otherwise look whether "
         "the receiver runs, and whether a NetworkPolicy is in the way.",

@@ -349,7 +349,7 @@ class RivalCheckStatus(ApiModel):
 
 
 class SlotWait(ApiModel):
-    """How long a slot had no pod while others computed."""
+    """How long a slot had no pod after the start of the round."""
 
     node: Int32
     """ML node id of the slot."""
@@ -382,7 +382,7 @@ class RoundStatus(WorkStatus):
     worked_seconds: Int64 = 0
     """Seconds that the pods worked before the last suspension, for the mean rate."""
     slot_waits: Annotated[list[SlotWait], Field(max_length=MAX_WAITS)] = Field(default_factory=list)
-    """Slots that had no pod after the start of the round; at most 20, those that have none now first."""
+    """Slots that had no pod after the start of the round, about the 20 longest."""
     cross_check: CrossCheckStatus | None = None
     """The last comparison of the pods."""
     rivals: RivalCheckStatus | None = None

@@ -83,13 +83,16 @@ async def test_a_receiver_that_takes_results_is_not_in_trouble(
 
 
 async def test_the_name_means_the_newest_round(database: Database, client: httpx.AsyncClient) -> None:
-    await store(database, await add_round(database, None), range(5))
+    await store(database, await add_round(database, None, uid="before"), range(5))
     unsent = (await client.get(f"{ROUND}/forwarding")).json()
     assert (unsent["receiver"], unsent["backlog"]) == (None, 0)
     await add_round(database, "http://user:secret@host/path?token=secret")
     answer = (await client.get(f"{ROUND}/forwarding")).json()
     assert (answer["receiver"], answer["backlog"]) == ("http://host/path", 0)
     assert (answer["last_error"], answer["next_try_seconds"]) == (None, 0)
+    assert (await client.get(f"{ROUND}/forwarding?uid=before")).json() == unsent
+    for path in (f"{ROUND}/forwarding?uid=none", f"{ROUND}-2/forwarding?uid=before"):
+        assert (await client.get(path)).status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -228,22 +228,13 @@ def test_what_a_receiver_lacks_is_told_also_of_rounds_that_are_over(run: Run, ap
     assert (told["about"], told["finding"].partition(":")[0]) == ("round poc/round-1", "ReceiverFailing")
 
 
-def test_what_the_operator_saw_last_of_a_receiver_is_told_where_no_gateway_may_be_asked(
-    run: Run, api: ApiPaths
-) -> None:
-    _whole(api)
-    api.answers[EVERY_ROUND] = [a_round_with("Degraded", "True", "ReceiverFailing", "SlotsFailed", state="Complete")]
-    assert {one["level"] for one in json.loads(run("check", "-o", "json").out)} == {"ok"}, "the gateway knows better"
-    api.answers[FORWARDING] = (403, {"message": "services/proxy is forbidden"})
-    (told,) = [one for one in json.loads(run("check", "-o", "json").out) if one["level"] == "error"]
-    assert (told["about"], told["finding"].partition(":")[0]) == ("round poc/round-1", "ReceiverFailing")
-
-
 def test_what_a_receiver_lacks_is_told_also_of_rounds_that_were_deleted(run: Run, api: ApiPaths) -> None:
     _whole(api)
     gone = FORWARDING.replace("round-1", "gone")
-    known = [{"namespace": "poc", "name": name} for name in ("round-1", "gone")]
-    api.answers |= {EVERY_ROUND: [seen.a_round()], f"{seen.GATEWAY}/rounds": {"rounds": known}}
+    there = seen.a_round()
+    uids = {"round-1": there["metadata"]["uid"], "gone": "uid-of-before"}
+    known = [{"namespace": "poc", "name": name, "uid": uid} for name, uid in uids.items()]
+    api.answers |= {EVERY_ROUND: [there], f"{seen.GATEWAY}/rounds": {"rounds": known}}
     api.answers[gone] = {"receiver": "https://network:1/x", "backlog": 3, "last_error": None}
     assert {one["level"] for one in json.loads(run("check", "-o", "json").out)} == {"ok"}, "it takes them"
     api.answers[gone]["last_error"] = "HTTP 502: Bad Gateway"
@@ -259,6 +250,19 @@ def test_what_a_receiver_lacks_is_told_also_of_rounds_that_were_deleted(run: Run
     assert run("check", "-n", "poc").code == 1, "no round is left"
     queries = [one.query for one in api.asked if one.query.get("undelivered")]
     assert {tuple(sorted(query)) for query in queries} == {("limit", "undelivered")}
+
+
+def test_a_deleted_round_is_told_of_also_if_another_has_its_name(run: Run, api: ApiPaths) -> None:
+    _whole(api)
+    known = [{"namespace": "poc", "name": "round-1", "uid": uid} for uid in ("uid-of-before", "uid-before-that")]
+    api.answers |= {EVERY_ROUND: [seen.a_round()], f"{seen.GATEWAY}/rounds": {"rounds": known}}
+    well, told = api.answers[FORWARDING], {"receiver": "https://network:1/x", "backlog": 3, "last_error": "HTTP 502"}
+    api.answers[FORWARDING] = lambda query: {"uid-of-before": (500, {}), "uid-before-that": told}.get(
+        query.get("uid", [""])[0], well
+    )
+    found = [(one["about"], one["level"]) for one in json.loads(run("check", "-o", "json").out)]
+    wrong = [(about, level) for about, level in found if level != "ok"]
+    assert wrong == [("round poc/round-1", "warning"), ("round poc/round-1", "error")], "one that fails hides no other"
 
 
 def test_a_user_of_one_namespace_is_told_of_deleted_rounds_of_that_one(run: Run, api: ApiPaths) -> None:

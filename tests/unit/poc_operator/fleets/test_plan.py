@@ -235,6 +235,16 @@ def test_a_new_template_ends_what_the_one_before_has_stalled() -> None:
 
 
 @pytest.mark.parametrize(
+    ("update", "stalled"), [({"strategy": "Never"}, "True"), ({"paused": True}, "True"), ({}, "False")]
+)
+def test_a_pod_of_before_that_nobody_replaces_stalls_the_fleet(update: Any, stalled: str) -> None:  # noqa: ANN401
+    fleet = a_fleet(replicas=1, update=update)
+    step = look(fleet, stored(fleet, "demo-2"), [an_unready_pod(0, "ErrImagePull", 9000)])
+    found = conditions(step)
+    assert (found["Stalled"], found["Progressing"]) == (stalled, str(stalled == "False"))
+
+
+@pytest.mark.parametrize(
     "words",
     [
         '0/3 nodes are available: persistentvolumeclaim "weights" not found.',

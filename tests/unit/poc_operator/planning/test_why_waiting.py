@@ -74,6 +74,30 @@ def test_the_cause_is_told_in_few_words(reason: str, message: str, says: str) ->
     assert why_waiting(waiting(reason, message)) == says
 
 
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("https://user:pa/ss@reg.example/token", "https://reg.example/token"),
+        ("socks5://bob:hunter2@proxy:1080", "socks5://proxy:1080"),
+        ("HTTPS://bob:hunter2@proxy", "HTTPS://proxy"),
+        ("https://bob:hun ter2@proxy", "https://proxy"),
+        ("https://bob:hun?ter2@proxy", "https://…"),
+        ("https://cdn.example/x?X-Amz-Signature=a'SECRET", "https://cdn.example/x"),
+        ("https://reg.example/v2#access_token=zz", "https://reg.example/v2"),
+        ("https://reg.example/v2?a=b;Authorization: Bearer eyJh", "https://reg.example/v2"),
+        ("docker://acme/vllm@sha256:0a1b", "docker://acme/vllm@sha256:0a1b"),
+    ],
+)
+def test_no_secret_of_an_address_is_told(address: str, says: str) -> None:
+    told = why_waiting(waiting("ErrImagePull", f'Get "{address}": no route to host'))
+    assert told == f'ErrImagePull: Get "{says}": no route to host'
+
+
+def test_no_credentials_are_told() -> None:
+    told = why_waiting(waiting("ErrImagePull", "refused: Authorization: Bearer eyJh.bGci: expired"))
+    assert told == "ErrImagePull: refused: Authorization: Bearer … expired"
+
+
 def test_what_init_containers_say_counts_first() -> None:
     refused = {"name": "init", "state": {"waiting": {"reason": "ErrImagePull", "message": "init: not found"}}}
     pod = waiting("PodInitializing", "", initContainerStatuses=[refused])

@@ -1,32 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round says itself that its receiver does not take results from the gateway, also when it is over."""
+"""A round says itself that its receiver does not take results from the gateway."""
 
-import asyncio
-import time
 from datetime import datetime, timedelta
-from typing import Any, cast
-
-import pytest
+from typing import Any
 
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
+from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.apis.v1alpha1.status import Outcome, Result, SlotState, State
-from poc_operator.clients.gateway import GatewayClient
-from poc_operator.clients.kube.objects import ObjectStore
-from poc_operator.clients.pods.client import PodClient
-from poc_operator.controller import manager, reconciler
-from poc_operator.controller.kinds import RoundPlanner
-from poc_operator.controller.leader_election import LeaderElection
-from poc_operator.controller.logs import ObjectRef
-from poc_operator.controller.manager import Manager
 from poc_operator.controller.observing import after_answer
 from poc_operator.observed import CollectedRound, GatewayReport
 from poc_operator.rounds.plan import plan
 from poc_operator.rounds.snapshot import RoundStep
-from tests.support.builders.forwarding import until
-from tests.support.fakes.gateway import TOKEN, gateway
-from tests.support.fakes.lease_api import lease_api
-from tests.support.fakes.without_pods import WithoutPods
 from tests.unit.poc_operator.build import CALLBACK, NOW, UID, a_pod, a_round, a_slot, a_status, look, says
 from vllm_poc.wire.answers import PowState
 
@@ -79,30 +63,22 @@ def ended(after: float = 5) -> RoundStep:
     return planned(a_status(OVER, stop_time=NOW, outcome=OUTCOME), report(), after)
 
 
-def test_a_round_that_ends_says_so_at_once() -> None:
+def test_a_round_that_ends_says_what_waited() -> None:
+    """Nobody looks at it any more, so it says what was, and not what is."""
     step = ended()
     assert step.status.state is State.COMPLETE
-    assert degraded(step) == TOLD
+    assert (
+        step.status.message
+        == f"{OUTCOME.message}; at its end 5 results waited at the gateway for the receiver ({ERROR})"
+    )
+    assert degraded(step)[:2] == ("False", Reason.ALL_SLOTS_WORK)
+    later = planned(step.status, report(8, None), 70)
+    assert later.status == step.status
 
 
-def test_a_round_that_is_over_says_so_until_its_receiver_has_everything() -> None:
-    over = ended().status
-    fewer = planned(over, report(6), 40)
-    assert "2 results wait" in degraded(fewer)[2]
-    silent = GatewayReport(callback=CALLBACK, collected=stored(8, None), asked=NOW, error="no answer within 5 s")
-    for unknown in (silent, GatewayReport(callback=CALLBACK), GatewayReport(callback=CALLBACK, asked=NOW)):
-        assert planned(over, unknown, 40).status == over, "what was seen last stays"
-    delivered = planned(fewer.status, report(8, None), 70)
-    assert degraded(delivered)[:2] == ("False", Reason.ALL_SLOTS_WORK)
-    assert (delivered.status.degraded, delivered.status.message) == ("", OUTCOME.message)
-    assert delivered.status.completion_time == over.completion_time
-
-
-def test_another_trouble_of_a_round_that_is_over_stays() -> None:
-    lossy = a_slot(state=SlotState.DONE, next=8, delivered=8, valid=6, rejected=2)
-    over = planned(a_status(lossy, stop_time=NOW, outcome=OUTCOME), report(), 5)
-    assert over.status.degraded == "ReceiverFailing,ResultsRejected"
-    assert planned(over.status, report(8, None), 40).status.degraded == "ResultsRejected"
+def test_a_round_whose_receiver_has_everything_says_nothing() -> None:
+    step = planned(a_status(OVER, stop_time=NOW, outcome=OUTCOME), report(8, None), 5)
+    assert step.status.message == OUTCOME.message
 
 
 def test_it_fails_since_the_receiver_took_something_last() -> None:
@@ -119,47 +95,3 @@ def test_it_fails_since_the_receiver_took_something_last() -> None:
     assert (since(first), since(again), since(some)) == (0, 0, 20)
     assert since(asked(some, 30, stored(8, None))) is None
     assert since(asked(some, 30, None)) is None
-
-
-class KeptRound(WithoutPods):
-    """A store of one round, which keeps what is written."""
-
-    def __init__(self, status: RoundStatus) -> None:
-        self.round = a_round(status, callbackURL="https://network:1/x")
-
-    async def get(self, *_: object) -> PoCRound:
-        """Return the round."""
-        return self.round
-
-    async def write_status(self, _: PoCRound, status: RoundStatus) -> None:
-        """Keep the status."""
-        self.round = self.round.model_copy(update={"status": status})
-
-
-async def test_a_round_that_is_over_is_looked_at_until_its_receiver_has_everything(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(manager, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(reconciler, "FOLLOW_SECONDS", 0.05)
-    store = KeptRound(ended().status)
-    async with (
-        gateway() as found,
-        GatewayClient(found.url, TOKEN) as asked,
-        lease_api() as (_, connection),
-        PodClient() as pods,
-    ):
-        found.body = stored(4).model_dump_json()
-        lease = LeaderElection(connection, "ns", "me", time.monotonic)
-        await lease.acquire()
-        operator = Manager(cast(ObjectStore, store), lease, pods, asked)
-        loop = asyncio.create_task(
-            operator.run(UID, operator.reconciler(RoundPlanner, ObjectRef("ns", "r", UID), lambda _: None))
-        )
-        await until(lambda: len(found.questions) > 2)
-        assert not loop.done()
-        told = next(one.message for one in store.round.status.own_conditions if one.type == "Degraded")
-        assert told.endswith("; 4 results wait at the gateway")
-        found.body = stored(8, None).model_dump_json()
-        async with asyncio.timeout(10):
-            await loop
-    assert store.round.status.degraded == ""

@@ -81,13 +81,31 @@ def test_before_the_start_slots_wait_for_nothing() -> None:
     assert after(status, 10).slot_waits == []
 
 
-def test_the_longest_ones_are_kept_of_many() -> None:
-    many = [a_slot(None, SlotState.WAITING, node=node) for node in range(2 * MAX_WAITS)]
-    last = len(many) - 1
-    long = SlotWait(node=last, group=0, since=NOW - timedelta(seconds=5))
-    status = a_status(*many, start_time=NOW, slot_waits=[SlotWait(node=0, group=1, seconds=3), long])
-    noted = note_waits(look(a_round(status), after=1), Step(status=status)).status
-    assert len(noted.slot_waits) == MAX_WAITS
-    assert noted.slot_waits[0] == long
-    assert all(wait.since is not None for wait in noted.slot_waits)
-    assert note_waits(look(a_round(noted), after=9), Step(status=noted)).status == noted
+MANY = [a_slot(None, SlotState.WAITING, node=node) for node in range(2 * MAX_WAITS)]
+
+
+def noted(status: RoundStatus, seconds: float) -> RoundStatus:
+    found: RoundStatus = note_waits(look(a_round(status), after=seconds), Step(status=status)).status
+    return found
+
+
+def test_a_long_wait_is_kept_while_many_wait_for_a_moment() -> None:
+    long, short = SlotWait(node=99, group=0, seconds=500), SlotWait(node=98, group=0, seconds=3)
+    status = noted(a_status(*MANY, start_time=NOW, slot_waits=[short, long]), 1)
+    assert len(status.slot_waits) == MAX_WAITS
+    assert status.slot_waits[0] == long
+    assert all(wait.since is not None for wait in status.slot_waits[1:])
+    assert noted(status, 9) == status, "nothing is written while they wait"
+
+
+def test_what_waits_takes_the_place_of_moments_that_are_over() -> None:
+    moments = [SlotWait(node=node, group=1, seconds=5) for node in range(MAX_WAITS)]
+    status = noted(a_status(MANY[0], start_time=NOW, slot_waits=moments), 1)
+    assert (len(status.slot_waits), status.slot_waits[0].since) == (MAX_WAITS, NOW + timedelta(seconds=1))
+
+
+def test_of_more_than_are_kept_the_number_is_not_claimed() -> None:
+    waits = [SlotWait(node=node, group=0, seconds=90) for node in range(MAX_WAITS)]
+    ending = begun(WORKS, LOST).model_copy(update={"slot_waits": waits})
+    over = after(after(ending, SECONDS), SECONDS + 1, ended=True)
+    assert "; 20 or more slots without a pod for a part of the 100 s: node 0 group 0 (90 s), " in over.message
