@@ -112,6 +112,10 @@ CASES: dict[str, Case] = {
             _operator("degraded", "0x14 1x1 0x60", reason="DeliveriesFailing"),
         ],
     ),
+    "PoCRoundFailed": Case(
+        [_operator("failed_rounds_total", _LATER, reason="BackoffLimitExceeded")],
+        [_operator("failed_rounds_total", "3x70", reason="BackoffLimitExceeded")],
+    ),
     "PoCWorkImpaired": Case(
         [_operator("degraded", _LATER, reason="SlotsWaiting")],
         [_operator("degraded", "0x10 1x10 0x50", reason="SlotsWaiting")],

@@ -17,7 +17,10 @@ pytestmark = pytest.mark.timeout(300, func_only=True)
 
 Rules = list[dict[str, Any]]
 #: On which page the reasons of an alert are.
-_REASONS = {"PoCRoundsIdle": "work", "PoCWorkDegraded": "work", "PoCWorkImpaired": "work", "PoCFleetDegraded": "fleets"}
+_REASONS = {
+    **dict.fromkeys(("PoCRoundsIdle", "PoCRoundFailed", "PoCWorkDegraded", "PoCWorkImpaired"), "work"),
+    "PoCFleetDegraded": "fleets",
+}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +91,7 @@ def test_an_alert_leads_to_its_runbook(folder: Path) -> None:
         own = f"{RUNBOOKS}/#{rule['alert'].lower()}"
         reasons = f"{RUNBOOKS.removesuffix('alerts')}{page_of_reasons}/#{{{{ $labels.reason | toLower }}}}"
         assert rule["annotations"]["runbook_url"] == (reasons if page_of_reasons else own)
-        assert bool(page_of_reasons) == ("(namespace, reason) (poc_operator_" in rule["expr"])
+        assert bool(page_of_reasons) == ("(namespace, reason) (" in rule["expr"] and "poc_operator_" in rule["expr"])
         assert f"\n## {rule['alert']}\n" in page
         assert rule["annotations"]["summary"]
         assert rule["annotations"]["description"]

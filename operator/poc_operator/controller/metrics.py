@@ -23,6 +23,7 @@ from poc_operator.apis.v1alpha1.calibration import CalibrationStatus
 from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.explanations import EXPLANATIONS
 from poc_operator.apis.v1alpha1.fleet import FleetStatus, PoCFleet
+from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import PoCRound, RoundStatus
 from poc_operator.apis.v1alpha1.status import SlotState, State, WorkStatus
 from poc_operator.apis.v1alpha1.validation import ValidationStatus
@@ -46,6 +47,12 @@ _DEGRADED = [
     str(reason)
     for reason, one in EXPLANATIONS.items()
     if "Degraded=True" in one.where and one.kinds != {PoCFleet.KIND.kind}
+]
+#: Reasons for which a round can fail, but for its deletion.
+_FAILURES = [
+    str(reason)
+    for reason, one in EXPLANATIONS.items()
+    if "Failed=True" in one.where and PoCRound.KIND.kind in one.kinds and reason is not Reason.DELETED
 ]
 _TROUBLES = [
     str(reason)
@@ -89,6 +96,11 @@ class Metrics(Collector):
             name: CounterMetric(f"poc_operator_nonces_{name}", f"Nonces {name}.", registry=registry) for name in _NONCES
         }
         self._retries = CounterMetric("poc_operator_retries", "Slots given out again.", ["cause"], registry=registry)
+        self._failed = CounterMetric(
+            "poc_operator_failed_rounds", "Rounds that have failed, by reason.", ["reason"], registry=registry
+        )
+        for reason in _FAILURES:
+            self._failed.labels(reason)  # an increase is seen of what was there before
         self._events = CounterMetric("poc_operator_events", "Events on objects.", ["reason"], registry=registry)
         self.poll_seconds = Histogram(
             "poc_operator_poll_seconds", "One poll of all pods of an object.", buckets=_POLL_BUCKETS, registry=registry
@@ -145,6 +157,8 @@ class Metrics(Collector):
             self._events.labels(event.reason).inc()
             if event.loss is not None:
                 self._retries.labels(event.loss).inc(event.count)
+        if isinstance(status, RoundStatus) and _has_failed(status) and not _has_failed(seen.work.status):
+            self._failed.labels(status.outcome.reason if status.outcome is not None else "").inc()
         uid = seen.work.metadata.uid
         most = self._known[uid].most if uid in self._known else _nonces(seen.work.status)
         silent = [seen.report_of(share).silent_seconds for share in status.shares if share.state.active]
@@ -200,6 +214,11 @@ class Metrics(Collector):
             "Pods that computed something else than most of their round.",
             value=deviating,
         )
+
+
+def _has_failed(status: WorkStatus) -> bool:
+    """Whether it is over, and has failed; that it is deleted is no failure."""
+    return status.state is State.FAILED and status.outcome is not None and status.outcome.reason != Reason.DELETED
 
 
 def _idle_for(seen: Snapshot[Work], status: WorkStatus) -> str:

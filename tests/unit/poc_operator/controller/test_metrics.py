@@ -11,14 +11,14 @@ from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.fleet import FleetStatus
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import RoundStatus, Totals
-from poc_operator.apis.v1alpha1.status import SlotState
+from poc_operator.apis.v1alpha1.status import SlotState, State
 from poc_operator.clients.errors import PodTimeout, StaleObject
 from poc_operator.controller.metrics import Metrics
 from poc_operator.observed import Container, PodReport, PodView
 from poc_operator.planning.conditions import conditions_of
 from poc_operator.planning.snapshot import Loss, WorkEvent
 from poc_operator.rounds.plan import plan
-from tests.unit.poc_operator.build import NOW, UID, a_pod, a_round, a_slot, a_status, look
+from tests.unit.poc_operator.build import NOW, UID, a_pod, a_round, a_slot, a_status, look, says
 from tests.unit.poc_operator.planning.test_start_deadline import COMPUTES_FIRST, FIRST
 
 
@@ -107,6 +107,21 @@ def test_causes_reasons_and_kinds() -> None:
     assert value(metrics, "poc_operator_events_total", reason="WorkLost") == 1
     assert value(metrics, "poc_operator_poll_errors_total", kind="PodTimeout") == 1
     assert value(metrics, "poc_operator_api_server_errors_total", kind="StaleObject") == 1
+
+
+def test_a_round_that_fails_is_counted_once() -> None:
+    """Its reason is there with 0 before, or Prometheus would see no increase."""
+    metrics = Metrics()
+    name, reason = "poc_operator_failed_rounds_total", str(Reason.BACKOFF_LIMIT_EXCEEDED)
+    assert value(metrics, name, reason=reason) == 0
+    assert f'{name}{{reason="{Reason.DELETED}"}}'.encode() not in metrics.text()
+    gone = a_slot(None, SlotState.FAILED, error="pod a died")
+    seen = look(a_round(a_status(gone)), (a_pod("a"), says()))
+    failed = plan(seen).status
+    assert failed.state is State.FAILED
+    metrics.planned(seen, failed, [])
+    metrics.planned(replace(seen, work=a_round(failed)), failed, [])
+    assert value(metrics, name, reason=reason) == 1
 
 
 def test_a_slot_that_was_given_up_is_no_reissue() -> None:
