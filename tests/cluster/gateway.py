@@ -12,6 +12,7 @@ from hack.toolchain.common import wait_until
 
 REQUEST_SECONDS = 60.0
 FORWARD_SECONDS = 30.0
+CONNECT_RETRIES = 6
 #: Label of the rounds that the network asked for.
 NETWORK_LABEL = "poc.gonka.ai/origin=network"
 
@@ -53,4 +54,7 @@ def _client(kube: Kube, service: str, port: int, token: str) -> httpx.Client:
     address = kube.get("--namespace", SYSTEM_NAMESPACE, "service", service)["spec"]["clusterIP"]
     secret = kube.get("--namespace", SYSTEM_NAMESPACE, "secret", f"{GATEWAY}-tokens")["data"][token]
     headers = {"Authorization": f"Bearer {base64.b64decode(secret).decode()}"}
-    return httpx.Client(base_url=f"http://{address}:{port}", headers=headers, timeout=REQUEST_SECONDS, trust_env=False)
+    # After a rollout the Service refuses connections until kube-proxy knows the new pod. Nothing is sent twice.
+    transport = httpx.HTTPTransport(retries=CONNECT_RETRIES, trust_env=False)
+    base = f"http://{address}:{port}"
+    return httpx.Client(base_url=base, headers=headers, timeout=REQUEST_SECONDS, trust_env=False, transport=transport)

@@ -277,8 +277,6 @@ async def test_who_is_not_waited_for_any_longer_is_told() -> None:
         (a_round(FINISHED), {}, False),
         (a_round(FINISHED), {"generation": 2}, True),
         (a_round(FINISHED, ttlSecondsAfterFinished=5), {}, True),
-        (a_round(FINISHED.model_copy(update={"degraded": "ResultsRejected"})), {}, False),
-        (a_round(FINISHED.model_copy(update={"degraded": "ResultsRejected,ReceiverFailing"})), {}, True),
         (a_deleted(a_round(FINISHED)), {}, False),
         (a_deleted(a_round(FINISHED, ttlSecondsAfterFinished=5)), {}, False),
         (a_round(RoundStatus(state=State.SUSPENDED, observed_generation=1), suspend=True), {}, True),
