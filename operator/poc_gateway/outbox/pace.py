@@ -114,12 +114,19 @@ def public_url(url: str) -> str:
 
 
 def trouble_of(connection: Connection, scopes: Sequence[str]) -> Trouble:
-    """Return what is written down of the scopes; of several reasons the first one's."""
+    """Return what is written down of the scopes; of several reasons that whose pause ends last, as the newest does."""
     found = {row.scope: row for row in connection.execute(select(backoffs).where(backoffs.c.scope.in_(scopes)))}
     pauses = [found[scope] for scope in scopes if scope in found]
     if not pauses:
         return Trouble(None, 0.0)
-    return Trouble(pauses[0].reason, max(0.0, max(one.retry_at for one in pauses) / 1000 - time.time()))
+    last = max(pauses, key=lambda one: int(one.retry_at))
+    return Trouble(last.reason, max(0.0, last.retry_at / 1000 - time.time()))
+
+
+def newest_error(all_of: Sequence["Backoff"]) -> str | None:
+    """Return the reason of the last failure of all of them; None if none has failed."""
+    failed = [one for one in all_of if one.error is not None]
+    return max(failed, key=lambda one: one.failed_at).error if failed else None
 
 
 class Backoff:
@@ -127,6 +134,8 @@ class Backoff:
 
     def __init__(self, settings: Settings, scope: str = "", pauses: Pauses | None = None) -> None:
         self.error: str | None = None
+        #: When it failed last, in seconds since 1970. Of what was written down it is the end of the pause, or now.
+        self.failed_at = 0.0
         self._first = settings.retry_first_seconds
         self._limit = settings.retry_limit_seconds
         self._scope = scope
@@ -135,6 +144,7 @@ class Backoff:
         self._retry_at = 0.0
         if pauses is not None and (known := pauses.find(scope)) is not None:
             self.error, self._failures = known.reason, known.failures
+            self.failed_at = min(known.retry_at / 1000, time.time())
             left = known.retry_at / 1000 - time.time()
             self._retry_at = asyncio.get_running_loop().time() + min(max(left, 0.0), self._limit * _SPREAD[1])
 
@@ -145,7 +155,7 @@ class Backoff:
 
     async def failed(self, answer: Answer) -> None:
         """Pause, at least for as long as the receiver asks for, up to our own limit."""
-        self.error = answer.reason
+        self.error, self.failed_at = answer.reason, time.time()
         seconds = pause_seconds(self._first, self._limit, self._failures, answer)
         self._failures += 1
         self._retry_at = asyncio.get_running_loop().time() + seconds

@@ -18,7 +18,7 @@ from sqlalchemy import Connection
 from poc_gateway import metrics
 from poc_gateway.outbox import ledger
 from poc_gateway.outbox.ledger import Part, SlotWork
-from poc_gateway.outbox.pace import Backoff, CircuitBreaker, Pauses, Receivers, Trouble, scope_of
+from poc_gateway.outbox.pace import Backoff, CircuitBreaker, Pauses, Receivers, Trouble, newest_error, scope_of
 from poc_gateway.outbox.post import NOTHING, Answer, Outcome, SecretPoster
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database, FenceLost
@@ -75,8 +75,8 @@ class Forwarder:
 
     @property
     def error(self) -> str | None:
-        """Why the last payload was not accepted; None if it was."""
-        return self._backoff.error or self._circuit.backoff.error
+        """Why the last payload was not accepted; None if it was. An older reason of the round's own says little."""
+        return newest_error((self._backoff, self._circuit.backoff))
 
     @property
     def seconds_left(self) -> float:

@@ -2,6 +2,7 @@
 """What people are told of a round's forwarding, and the replay."""
 
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import httpx
 import pytest
@@ -80,6 +81,28 @@ async def test_a_receiver_that_takes_results_is_not_in_trouble(
     for name in ("round", "kept"):
         answer = (await client.get(f"/rounds/default/{name}/progress")).json()
         assert (answer["stored"], answer["forwarding_error"], answer["waiting"]) == (5, None, 0)
+
+
+async def test_the_newest_trouble_is_told(database: Database) -> None:
+    """A receiver that answers 500 and then goes away is not mended in its log; so, too, for a gateway that restarts."""
+    quick = settings(retry_first_seconds=0.01, retry_limit_seconds=0.05)
+    receiver, outbox = Receiver(answer=lambda _: 500), Outbox(database, quick)
+    async with AsyncExitStack() as server:
+        await server.enter_async_context(receiver.served())
+        round_id = await add_round(database, receiver.url, node_count=1)
+        await store(database, round_id, range(5))
+
+        def says(words: str, outbox: Outbox = outbox) -> bool:
+            forwarder = outbox.forwarder(round_id)
+            return forwarder is not None and words in str(forwarder.error)
+
+        async with running(outbox):
+            await until(lambda: says("HTTP 500"))
+            await server.aclose()
+            await until(lambda: says("Cannot connect"))
+        again = Outbox(database, quick)
+        async with running(again):
+            await until(lambda: says("Cannot connect", again))
 
 
 async def test_the_name_means_the_newest_round(database: Database, client: httpx.AsyncClient) -> None:
