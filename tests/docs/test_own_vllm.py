@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from tests.docs.pages import Block, blocks
+from tests.docs.pages import ROOT, Block, blocks
 from vllm_poc.cli import EXTENSION_CLASS, MIDDLEWARE
 from vllm_poc.server.admission import Access, Answered
+from vllm_poc.server.errors import RefusalError
 from vllm_poc.settings import Settings
 
 PAGE = "own-vllm.md"
@@ -106,6 +107,21 @@ def test_pods_answer_who_has_the_token_and_deliver_to_the_gateway(title: str) ->
     assert access.answered is Answered.WITH_TOKEN
     assert access.allows_callback_to(GATEWAY)
     assert not access.allows_callback_to("example.org")
+
+
+def _refusal(variables: dict[str, str]) -> str:
+    """What a server with these settings answers somebody on another machine who has no token of it."""
+    access = Access.decide(Settings.from_environment(variables), None, {})
+    with pytest.raises(RefusalError) as refused:
+        access.check({"type": "http", "client": ("10.0.0.1", 1), "server": ("10.0.0.2", 8000), "headers": []})
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("variables", [{}, {"VLLM_POC_TOKEN": "another"}], ids=["no token", "another token"])
+def test_the_page_knows_what_a_server_says_without_the_right_token(variables: dict[str, str]) -> None:
+    page = (ROOT / "docs/start" / PAGE).read_text()
+    said = re.findall(r"^\| `([^`]+)`[^|]*\| [^|]*`VLLM_POC_TOKEN`", page, re.MULTILINE)
+    assert len([text for text in said if text in _refusal(variables)]) == 1
 
 
 @pytest.mark.parametrize("title", FIELDS)
