@@ -2,6 +2,8 @@
 """The snippets for charts of other projects: both flags, the token, and only fields that these charts have."""
 
 import re
+import subprocess
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,11 +34,12 @@ FIELDS = {
         *("modelArtifacts.name", "modelArtifacts.uri", "modelArtifacts.size", "modelArtifacts.labels"),
         *("routing.servicePort", "routing.proxy.enabled", "prefill.create", "decode.replicas"),
         *(f"decode.containers.{name}" for name in ("name", "image", "modelCommand", "mountModelVolume", "args", "env")),
+        "decode.containers.ports",
     },
     # kserve/kserve, docs of InferenceService v1beta1: a custom predictor is a pod's containers
     "kserve.yaml": {
         *("apiVersion", "kind", "metadata.name", "metadata.annotations"),
-        *("spec.predictor.minReplicas", "spec.predictor.maxReplicas"),
+        *("spec.predictor.labels", "spec.predictor.minReplicas", "spec.predictor.maxReplicas"),
         *(f"spec.predictor.containers.{name}" for name in ("name", "image", "command", "args", "ports", "env")),
         "spec.predictor.containers.resources",
     },
@@ -163,6 +166,34 @@ def _at(body: Any, path: str) -> str:  # noqa: ANN401 - any YAML
         key, _, path = path.partition(".")
         body = body[int(key)] if isinstance(body, list) else body[key]
     return str(body)
+
+
+def _monitored() -> dict[str, tuple[Any, Any]]:
+    """The labels of the pods and the containers' ports, of the snippets whose pods the chart's PodMonitor takes."""
+    kserve, aibrix = _snippet("kserve.yaml"), _snippet("aibrix.yaml")
+    own = next(yaml.safe_load_all((ROOT / "docs/examples/deployment.yaml").read_text()))["spec"]["template"]
+    return {
+        "KServe": (kserve.body["spec"]["predictor"]["labels"], kserve.container["ports"]),
+        "AIBrix": (aibrix.body["spec"]["template"]["metadata"]["labels"], aibrix.container["ports"]),
+        "Deployment": (own["metadata"]["labels"], own["spec"]["containers"][0]["ports"]),
+    }
+
+
+@pytest.mark.parametrize("project", ["KServe", "AIBrix", "Deployment"])
+def test_the_charts_pod_monitor_takes_the_pods_of_a_snippet(project: str, helm: Path) -> None:
+    command = [helm, "template", ROOT / "charts/vllm-poc-operator", "--set", "metrics.podMonitor.enabled=true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    (monitor,) = [body for body in yaml.safe_load_all(done.stdout) if body and body["kind"] == "PodMonitor"]
+    labels, ports = _monitored()[project]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert [port["containerPort"] for port in ports if port.get("name") == endpoint["port"]] == [_rows()[project][1]]
+
+
+def test_the_monitor_of_llm_d_is_told_the_name_of_the_port() -> None:
+    (port,) = _snippet("llm-d-values.yaml").container["ports"]
+    assert port["containerPort"] == _rows()["llm-d"][1]
+    assert f"`portName: {port['name']}`" in (ROOT / "docs/start" / PAGE).read_text()
 
 
 def test_the_round_names_pods_of_a_snippet() -> None:
