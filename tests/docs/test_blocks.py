@@ -29,7 +29,7 @@ NOT_RUN = {
     "docs/operate/backup.md": 5,
     "docs/operate/chart.md": 4,
     "docs/operate/fleets.md": 3,
-    "docs/operate/gitops.md": 1,
+    "docs/operate/gitops.md": 3,
     "docs/operate/kubectl-poc.md": 3,
     "docs/operate/rounds.md": 3,
     "docs/operate/runbooks/alerts.md": 40,
