@@ -144,7 +144,7 @@ def _names(part: Any) -> set[tuple[str, str]]:  # noqa: ANN401 - any part of a m
 @pytest.mark.parametrize("title", INSTALLED)
 def test_the_secrets_of_the_page_are_those_that_its_release_needs(title: str, helm: Path, tmp_path: Path) -> None:
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(_values(title)))
-    command = [helm, "template", "--no-hooks", ROOT / CHART, "--values", tmp_path / "values.yaml"]
+    command: list[str | Path] = [helm, "template", "--no-hooks", ROOT / CHART, "--values", tmp_path / "values.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     bodies = [body for body in yaml.safe_load_all(done.stdout) if body and body["kind"] != "CustomResourceDefinition"]
     assert [body["metadata"]["name"] for body in bodies if body["kind"] == "Secret"] == []

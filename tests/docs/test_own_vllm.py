@@ -181,7 +181,13 @@ def _monitored() -> dict[str, tuple[Any, Any]]:
 
 @pytest.mark.parametrize("project", ["KServe", "AIBrix", "Deployment"])
 def test_the_charts_pod_monitor_takes_the_pods_of_a_snippet(project: str, helm: Path) -> None:
-    command = [helm, "template", ROOT / "charts/vllm-poc-operator", "--set", "metrics.podMonitor.enabled=true"]
+    command: list[str | Path] = [
+        helm,
+        "template",
+        ROOT / "charts/vllm-poc-operator",
+        "--set",
+        "metrics.podMonitor.enabled=true",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     (monitor,) = [body for body in yaml.safe_load_all(done.stdout) if body and body["kind"] == "PodMonitor"]
     labels, ports = _monitored()[project]

@@ -27,9 +27,17 @@ helm() {
 
 def _helm(helm: Path, *words: str) -> str:
     """Run helm, which finds no cluster."""
-    command = [helm, *words, "vllm-poc-operator", ROOT / "charts/vllm-poc-operator", *NAMESPACE, VALUES]
+    command: list[str | Path] = [
+        helm,
+        *words,
+        "vllm-poc-operator",
+        ROOT / "charts/vllm-poc-operator",
+        *NAMESPACE,
+        VALUES,
+    ]
     environ = {**os.environ, "KUBECONFIG": os.devnull}
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
