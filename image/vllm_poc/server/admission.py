@@ -69,8 +69,9 @@ _REFUSED: Mapping[Answered, str] = {
     Answered.WITH_TOKEN: "send the token of {token} as 'Authorization: Bearer <token>'",
     Answered.WITH_API_KEY: "send a key of vLLM's --api-key as 'Authorization: Bearer <key>', or set VLLM_POC_TOKEN",
     Answered.THIS_MACHINE: (
-        "this server answers PoC requests of its own machine alone: set VLLM_POC_TOKEN and send it as "
-        "'Authorization: Bearer <token>', or a key of vLLM's --api-key, or set VLLM_POC_OPEN=1 to answer everybody"
+        "this server has no token, and answers PoC requests of its own machine alone: set VLLM_POC_TOKEN_FILE or "
+        "VLLM_POC_TOKEN, and send the token as 'Authorization: Bearer <token>', or a key of vLLM's --api-key. "
+        "VLLM_POC_OPEN=1 answers everybody"
     ),
 }
 

@@ -24,6 +24,7 @@ from poc_operator.cli.pod_metrics import Chat, PodKey
 from poc_operator.cli.redaction import Redactor
 from poc_operator.fleets.render import CONTAINER
 from poc_operator.observed import PodView
+from poc_operator.planning.conditions import SILENT
 from poc_operator.planning.eligibility import why_waiting
 
 Work = PoCRound | PoCValidation | PoCCalibration
@@ -187,6 +188,15 @@ def _around(found: Evidence) -> Iterable[Finding]:
             meaning="Nothing is decided without the operator. Pods compute on until their lease has run out.",
             remedy="Bring the operator back.",
             command=_command(found, Reason.PENDING),
+        )
+    if not over and SILENT in status.message:
+        yield Finding(
+            reason="PodsSilent",
+            seen=f"{SILENT[0].upper()}{SILENT[1:]}{_sentence(status.message).partition(SILENT)[2]}",
+            meaning="They may compute on: the operator waits for their answers. After a change of the token they "
+            "refuse it for up to two minutes, until both sides have the new one.",
+            remedy="If it lasts, see that the pods run, and that they have the operator's token.",
+            command=_command(found, Reason.PODS_UNREACHABLE),
         )
     if status.observed_generation < meta.generation and status.observed_generation:
         yield Finding(

@@ -151,6 +151,10 @@ def first_few(texts: Sequence[str]) -> str:
     return f"{', '.join(texts[:_NAMED])}{more}"
 
 
+#: What the message of ``Progressing`` says of pods that give no usable answer.
+SILENT = "nothing is known of"
+
+
 def tell_pods(snapshot: Snapshot[Work], shares: Iterable[Share], does: str) -> str:
     """Say how many pods of the ``shares`` are at work, each of which ``does`` it, and of which nothing is known."""
     pods = {share.uid: share for share in shares}.values()
@@ -160,7 +164,7 @@ def tell_pods(snapshot: Snapshot[Work], shares: Iterable[Share], does: str) -> s
     if not silent:
         return told
     causes = [f"{share.pod} ({snapshot.report_of(share).error or 'it has no address'})" for share in silent]
-    return f"{told}; nothing is known of {first_few(causes)}"
+    return f"{told}; {SILENT} {first_few(causes)}"
 
 
 def conditions_of(verdicts: Mapping[ConditionType, Verdict], now: datetime, generation: int) -> Iterable[Condition]:

@@ -65,8 +65,8 @@ def _no_pod_answers(snapshot: Snapshot[Work]) -> Wait | None:
         False,
         Reason.PODS_UNREACHABLE,
         (
-            f"no pod answers on port {snapshot.work.spec.port}: {errors}; "
-            "check spec.port and that vLLM runs with --enable-poc"
+            f"no pod answers the operator on port {snapshot.work.spec.port}: {errors}; "
+            "check spec.port, that vLLM runs with --enable-poc, and that pods have the operator's token"
         ),
     )
 

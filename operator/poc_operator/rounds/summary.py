@@ -121,12 +121,15 @@ def _paused(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
     return (Reason.SLOTS_PAUSED, f"pods compute nothing meanwhile: {first_few(paused)}") if paused else None
 
 
-def _leaving(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
+def _leaving(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
     leaving = [slot for slot in status.assignments if slot.state is SlotState.LEAVING]
     if not leaving or status.stop_time is not None:
         return None
     first, end = leaving[0], leaving[0].lease_end_time
-    which = f"; the first moves on by {end:%Y-%m-%dT%H:%M:%SZ} at the latest" if end is not None else ", the first"
+    ending = any(pod.uid == first.uid and pod.terminating for pod in snapshot.existing_pods)
+    when = " when its pod has ended" if ending else ""
+    limit = f" by {end:%Y-%m-%dT%H:%M:%SZ} at the latest" if end is not None else ""
+    which = f"; the first moves on{when}{',' if when and limit else ''}{limit}" if when or limit else ", the first"
     return Reason.SLOTS_LEAVING, f"{len(leaving)} slots wait for their pods to stop{which}: {first.error}"
 
 

@@ -73,6 +73,13 @@ def test_a_round_that_is_well_has_no_finding_and_is_watched() -> None:
     assert "pods have delivered 400 nonces at 100.0/s, 40 % of 1000 nonces, 6 s left" in told.summary
 
 
+def test_pods_that_give_no_answer_are_a_finding() -> None:
+    message = "1 pods compute 5 nonces/s; nothing is known of demo-1 (send the token)"
+    (finding,) = account(evidence(seen.a_round(message=message))).findings
+    assert (finding.reason, finding.seen) == ("PodsSilent", "Nothing is known of demo-1 (send the token).")
+    assert not account(evidence(seen.a_round(state="Complete", message=message))).findings
+
+
 def test_a_finished_round_is_told_by_its_outcome_alone() -> None:
     conditions = [
         condition("Failed", "True", "DeadlineExceeded", "activeDeadlineSeconds of 60 are over"),

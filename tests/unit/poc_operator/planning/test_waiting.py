@@ -25,7 +25,7 @@ World = tuple[tuple[PodView, PodReport | None], ...]
         pytest.param(
             ((a_pod("a"), PodReport(error="connection refused")),),
             Reason.PODS_UNREACHABLE,
-            "check spec.port and that vLLM runs with --enable-poc",
+            "check spec.port, that vLLM runs with --enable-poc, and that pods have the operator's token",
             id="wrong port",
         ),
         pytest.param(

@@ -32,6 +32,7 @@ SPARE = (a_pod("b"), says(session="s2"))
 
 #: How a pod leaves, and what is said of it.
 WAYS: Mapping[str, str] = {"deleted": "pod a is being deleted", "relabelled": "pod a is not selected any more"}
+MOVES_ON: Mapping[str, str] = {"deleted": " when its pod has ended,", "relabelled": ""}
 ways = pytest.mark.parametrize("way", WAYS)
 
 
@@ -70,7 +71,8 @@ def test_a_pod_that_leaves_keeps_its_slot_and_is_told_to_stop(way: str, slot: As
     assert told(step) == [(StopPod, "a")]
     assert condition(step.status, "Degraded") == (
         "SlotsLeaving",
-        f"1 slots wait for their pods to stop; the first moves on by 2026-01-01T12:16:40Z at the latest: {WAYS[way]}",
+        "1 slots wait for their pods to stop; the first moves on"
+        f"{MOVES_ON[way]} by 2026-01-01T12:16:40Z at the latest: {WAYS[way]}",
     )
 
 
