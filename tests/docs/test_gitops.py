@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Argo CD's health check, run by the Lua that Argo CD runs, on conditions that the operator writes."""
+"""What Argo CD and Flux install, as Helm renders it, and what they then show.
 
+Argo CD's health check is run by the Lua that Argo CD runs, on conditions that the operator writes.
+"""
+
+import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +23,8 @@ from poc_operator.fleets.conditions import PodCounts, Verdict
 from poc_operator.fleets.resolve import Refusal
 from poc_operator.observed import PodView
 from poc_operator.planning.conditions import conditions_of
-from tests.docs.pages import blocks
+from tests.docs.pages import ROOT, blocks
+from tests.docs.schemas import values_errors
 
 NOW = datetime(2026, 11, 25, tzinfo=UTC)
 FINE = (False, Reason.ALL_SLOTS_WORK, "nothing is lost")
@@ -103,3 +110,70 @@ def test_a_fleet() -> None:
     assert health(stuck) == ("Degraded", "demo-0 (ErrImagePull) cannot run")
     refused = Verdict.of_refusal(Refusal(Reason.IMAGE_MISSING, "name an image"))
     assert health(refused.conditions(NOW, 1)) == ("Degraded", "name an image")
+
+
+CHART = "charts/vllm-poc-operator"
+INSTALLED = ["operator-application.yaml", "operator-helmrelease.yaml"]
+
+
+def _installed(title: str) -> dict[str, Any]:
+    """The spec of the object that installs the chart."""
+    (text,) = [block.text for block in blocks() if block.title == title]
+    spec: dict[str, Any] = yaml.safe_load(text)["spec"]
+    return spec
+
+
+def _values(title: str) -> dict[str, Any]:
+    spec = _installed(title)
+    values: dict[str, Any] = spec["values"] if "values" in spec else spec["source"]["helm"]["valuesObject"]
+    return values
+
+
+def _names(part: Any) -> set[tuple[str, str]]:  # noqa: ANN401 - any part of a manifest
+    """The Secrets that variables of pods are from, with their keys."""
+    if isinstance(part, list):
+        return {name for item in part for name in _names(item)}
+    if not isinstance(part, dict):
+        return set()
+    own = part.get("secretKeyRef")
+    found = {name for value in part.values() for name in _names(value)}
+    return found | ({(own["name"], own["key"])} if isinstance(own, dict) and "key" in own else set())
+
+
+@pytest.mark.timeout(120, func_only=True)
+@pytest.mark.parametrize("title", INSTALLED)
+def test_the_secrets_of_the_page_are_those_that_its_release_needs(title: str, helm: Path, tmp_path: Path) -> None:
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(_values(title)))
+    command: list[str | Path] = [helm, "template", "--no-hooks", ROOT / CHART, "--values", tmp_path / "values.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    bodies = [body for body in yaml.safe_load_all(done.stdout) if body and body["kind"] != "CustomResourceDefinition"]
+    assert [body["metadata"]["name"] for body in bodies if body["kind"] == "Secret"] == []
+    page = (ROOT / "docs/operate/gitops.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \| that of the release[^|]*\| ([^|]+)\|$", page, re.MULTILINE)
+    assert _names(bodies) == {(name, key) for name, keys in rows for key in re.findall(r"`([\w-]+)`", keys)}
+
+
+@pytest.mark.parametrize("title", INSTALLED)
+def test_the_chart_takes_the_values(title: str) -> None:
+    assert values_errors("vllm-poc-operator", _values(title)) == []
+
+
+def test_an_application_has_the_values_for_tools_that_only_render() -> None:
+    wanted = yaml.safe_load((ROOT / "docs/examples/values/gitops.yaml").read_text())
+    assert _merged(_values("operator-application.yaml"), wanted) == _values("operator-application.yaml")
+
+
+def _merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """The values with others put over them."""
+    return values | {
+        key: _merged(values.get(key, {}), value) if isinstance(value, dict) else value for key, value in over.items()
+    }
+
+
+def test_both_name_the_folder_of_the_chart_and_the_release_of_the_pages() -> None:
+    application, release = (_installed(title) for title in INSTALLED)
+    assert application["source"]["path"] == CHART
+    assert release["chart"]["spec"]["chart"] == f"./{CHART}"
+    assert release["targetNamespace"] == release["storageNamespace"] == application["destination"]["namespace"]
+    names = {yaml.safe_load(block.text)["metadata"]["name"] for block in blocks() if block.title in INSTALLED}
+    assert names == {release["releaseName"]} == {"vllm-poc-operator"}

@@ -2,14 +2,17 @@
 """The snippets for charts of other projects: both flags, the token, and only fields that these charts have."""
 
 import re
+import subprocess
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
 
-from tests.docs.pages import Block, blocks
+from tests.docs.pages import ROOT, Block, blocks
 from vllm_poc.cli import EXTENSION_CLASS, MIDDLEWARE
 from vllm_poc.server.admission import Access, Answered
+from vllm_poc.server.errors import RefusalError
 from vllm_poc.settings import Settings
 
 PAGE = "own-vllm.md"
@@ -31,11 +34,12 @@ FIELDS = {
         *("modelArtifacts.name", "modelArtifacts.uri", "modelArtifacts.size", "modelArtifacts.labels"),
         *("routing.servicePort", "routing.proxy.enabled", "prefill.create", "decode.replicas"),
         *(f"decode.containers.{name}" for name in ("name", "image", "modelCommand", "mountModelVolume", "args", "env")),
+        "decode.containers.ports",
     },
     # kserve/kserve, docs of InferenceService v1beta1: a custom predictor is a pod's containers
     "kserve.yaml": {
         *("apiVersion", "kind", "metadata.name", "metadata.annotations"),
-        *("spec.predictor.minReplicas", "spec.predictor.maxReplicas"),
+        *("spec.predictor.labels", "spec.predictor.minReplicas", "spec.predictor.maxReplicas"),
         *(f"spec.predictor.containers.{name}" for name in ("name", "image", "command", "args", "ports", "env")),
         "spec.predictor.containers.resources",
     },
@@ -108,6 +112,21 @@ def test_pods_answer_who_has_the_token_and_deliver_to_the_gateway(title: str) ->
     assert not access.allows_callback_to("example.org")
 
 
+def _refusal(variables: dict[str, str]) -> str:
+    """What a server with these settings answers somebody on another machine who has no token of it."""
+    access = Access.decide(Settings.from_environment(variables), None, {})
+    with pytest.raises(RefusalError) as refused:
+        access.check({"type": "http", "client": ("10.0.0.1", 1), "server": ("10.0.0.2", 8000), "headers": []})
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("variables", [{}, {"VLLM_POC_TOKEN": "another"}], ids=["no token", "another token"])
+def test_the_page_knows_what_a_server_says_without_the_right_token(variables: dict[str, str]) -> None:
+    page = (ROOT / "docs/start" / PAGE).read_text()
+    said = re.findall(r"^\| `([^`]+)`[^|]*\| [^|]*`VLLM_POC_TOKEN`", page, re.MULTILINE)
+    assert len([text for text in said if text in _refusal(variables)]) == 1
+
+
 @pytest.mark.parametrize("title", FIELDS)
 def test_a_snippet_uses_only_fields_that_were_looked_up(title: str) -> None:
     assert set(_paths(_snippet(title).body)) == FIELDS[title]
@@ -147,6 +166,40 @@ def _at(body: Any, path: str) -> str:  # noqa: ANN401 - any YAML
         key, _, path = path.partition(".")
         body = body[int(key)] if isinstance(body, list) else body[key]
     return str(body)
+
+
+def _monitored() -> dict[str, tuple[Any, Any]]:
+    """The labels of the pods and the containers' ports, of the snippets whose pods the chart's PodMonitor takes."""
+    kserve, aibrix = _snippet("kserve.yaml"), _snippet("aibrix.yaml")
+    own = next(yaml.safe_load_all((ROOT / "docs/examples/deployment.yaml").read_text()))["spec"]["template"]
+    return {
+        "KServe": (kserve.body["spec"]["predictor"]["labels"], kserve.container["ports"]),
+        "AIBrix": (aibrix.body["spec"]["template"]["metadata"]["labels"], aibrix.container["ports"]),
+        "Deployment": (own["metadata"]["labels"], own["spec"]["containers"][0]["ports"]),
+    }
+
+
+@pytest.mark.parametrize("project", ["KServe", "AIBrix", "Deployment"])
+def test_the_charts_pod_monitor_takes_the_pods_of_a_snippet(project: str, helm: Path) -> None:
+    command: list[str | Path] = [
+        helm,
+        "template",
+        ROOT / "charts/vllm-poc-operator",
+        "--set",
+        "metrics.podMonitor.enabled=true",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    (monitor,) = [body for body in yaml.safe_load_all(done.stdout) if body and body["kind"] == "PodMonitor"]
+    labels, ports = _monitored()[project]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert [port["containerPort"] for port in ports if port.get("name") == endpoint["port"]] == [_rows()[project][1]]
+
+
+def test_the_monitor_of_llm_d_is_told_the_name_of_the_port() -> None:
+    (port,) = _snippet("llm-d-values.yaml").container["ports"]
+    assert port["containerPort"] == _rows()["llm-d"][1]
+    assert f"`portName: {port['name']}`" in (ROOT / "docs/start" / PAGE).read_text()
 
 
 def test_the_round_names_pods_of_a_snippet() -> None:
