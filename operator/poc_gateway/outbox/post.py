@@ -168,7 +168,8 @@ class Poster:
         except aiohttp.ClientConnectorError as error:
             if isinstance(error.os_error, AddressRefused):
                 return _failed("address", Outcome.FAILED, str(error.os_error))
-            return _failed("connection", Outcome.UNREACHABLE, str(error))
+            # aiohttp tells of TLS also where there is none.
+            return _failed("connection", Outcome.UNREACHABLE, str(error).replace(" ssl:default", ""))
         except aiohttp.ClientError as error:
             return _failed("connection", Outcome.UNREACHABLE, str(error) or type(error).__name__)
 
