@@ -34,6 +34,8 @@ class Seen:
     logs: Mapping[PodKey, LogEnd] = field(default_factory=dict)
     #: What is wrong with the operator; empty if it is well, or nobody may look.
     operator: str = ""
+    #: What is to be told of objects that could not be read.
+    unread: Sequence[str] = ()
 
 
 class SlotRow(ApiModel):
@@ -284,4 +286,5 @@ def _notes(seen: Seen) -> list[str]:
     unread = [(name, log.error) for (_, name), log in seen.logs.items() if log.error]
     texts = {"pods did not tell of chat": silent, "logs of pods that load could not be read": unread}
     away = [f"{seen.operator}: states and rates are those of before"] if seen.operator else []
+    away += seen.unread
     return away + [f"{len(one)} {text}, the first: {': '.join(one[0])}" for text, one in texts.items() if one]
