@@ -65,8 +65,9 @@ def _row(one: Check) -> tuple[str, str]:
 def checks(cluster: Cluster, gateway: str | None) -> Iterator[Check]:
     """Look at everything, one after the other. What may not be read is a warning."""
     yield from _guarded("API server", lambda: [_api_server(cluster)])
+    remedy = _crd_remedy(cluster)
     for kind in KINDS:
-        yield from _guarded(f"CRD {kind.KIND.plural}", partial(_crd, cluster, kind))
+        yield from _guarded(f"CRD {kind.KIND.plural}", partial(_crd, cluster, kind, remedy))
     yield from _guarded("operator", lambda: _operator(cluster))
     yield from _guarded("gateway", lambda: _gateway(cluster, gateway))
     yield from _guarded("GPUs", lambda: [preflight.gpus(cluster.items(core("nodes")))])
@@ -89,8 +90,16 @@ def _api_server(cluster: Cluster) -> Check:
     return preflight.api_server(time.monotonic() - begin)
 
 
-def _crd(cluster: Cluster, kind: type[Resource]) -> list[Check]:
-    return [preflight.crd(kind, _get(cluster, f"{_CRDS}/{kind.KIND.plural}.{GROUP}"))]
+def _crd_remedy(cluster: Cluster) -> str:
+    """Return what brings the CRDs, also for a user who may not look whether there is an operator."""
+    try:
+        return preflight.crd_remedy(installed=bool(deployments(cluster)))
+    except Forbidden:
+        return preflight.crd_remedy(installed=False)
+
+
+def _crd(cluster: Cluster, kind: type[Resource], remedy: str) -> list[Check]:
+    return [preflight.crd(kind, _get(cluster, f"{_CRDS}/{kind.KIND.plural}.{GROUP}"), remedy)]
 
 
 def _get(cluster: Cluster, path: str) -> Object | None:

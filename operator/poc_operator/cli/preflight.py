@@ -106,10 +106,16 @@ def gateway_certificate(about: str, expires: datetime, now: datetime) -> Check:
     return error(what, f"it has expired at {expires:%Y-%m-%d %H:%M} UTC: the network node cannot connect", remedy)
 
 
-def crd(kind: type[Resource], body: Object | None) -> Check:
-    """Check that a CRD is installed, and has all fields that this version knows."""
+def crd_remedy(*, installed: bool) -> str:
+    """Return what brings the CRDs. Helm takes over none that it has not made, so that the chart has to come first."""
+    if installed:
+        return "apply the CRDs of this version: kubectl apply --server-side -f crds/"
+    return "install the chart vllm-poc-operator, which brings them; only with crds.enabled=false apply crds/ yourself"
+
+
+def crd(kind: type[Resource], body: Object | None, remedy: str) -> Check:
+    """Check that a CRD is installed, and has all fields that this version knows; ``remedy`` is `crd_remedy`."""
     about = f"CRD {kind.KIND.plural}"
-    remedy = "apply the CRDs of this version: kubectl apply --server-side -f crds/"
     if body is None:
         return error(about, "it is not installed", remedy)
     served = [one for one in body["spec"]["versions"] if one["name"] == VERSION and one.get("served")]
