@@ -17,6 +17,7 @@ from poc_operator.cli.cluster import Object
 from poc_operator.cli.explanation import Evidence, Finding, account, undelivered, waiting_results
 from poc_operator.cli.gateway_proxy import Forwarding
 from poc_operator.cli.next_steps import Names, check_command
+from poc_operator.observed import PodView
 
 #: Label with the version of what a chart has installed.
 VERSION_LABEL = "app.kubernetes.io/version"
@@ -253,6 +254,14 @@ def fleets(found: Sequence[PoCFleet], operator_remedy: str) -> Iterator[Check]:
     """Check that each fleet has its model and its pods; ``operator_remedy`` is `operator_log`."""
     for fleet in found:
         yield _fleet(fleet, operator_remedy)
+
+
+def own_pods(found: Sequence[PodView]) -> Check:
+    """Check that there are pods that may compute, where there is no fleet."""
+    if not found:
+        return warning("fleets", "there is none", "create a PoCFleet, or label pods of your own")
+    ready = sum(pod.ready for pod in found)
+    return ok("fleets", f"there is none, and {len(found)} pods of your own are labelled or selected, {ready} are ready")
 
 
 def _fleet(fleet: PoCFleet, operator_remedy: str) -> Check:

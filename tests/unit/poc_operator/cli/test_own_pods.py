@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.fakes.api_paths import ApiPaths
 from tests.unit.poc_operator.cli import seen
 from tests.unit.poc_operator.cli.conftest import Run
@@ -29,7 +31,7 @@ def _own(api: ApiPaths) -> None:
     labelled = of_pods(seen.a_round("round-3"), {**WORKER, "zone": "a"}, assignments=[])
     pods = [
         seen.an_own_pod("labelled-0", {**WORKER, "zone": "a"}),
-        seen.an_own_pod("own-0", MODEL),
+        seen.an_own_pod("own-0", MODEL, ready=False),
         seen.an_own_pod("own-1", {**MODEL, **WORKER}),
         seen.an_own_pod("validating-0", OTHER),
         seen.an_own_pod("calibrating-0", {"model": "third"}),
@@ -83,6 +85,26 @@ def test_status_says_whose_pods_are_missing(run: Run, api: ApiPaths) -> None:
     assert done.code == 0
     assert "note: pods that only pocvalidations select are missing: you lack a right" in done.out
     assert "own-0" in done.out
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_pods_of_ones_own_are_as_good_as_a_fleet(run: Run, api: ApiPaths, everywhere: bool) -> None:
+    _own(api)
+    every, no = "/apis/poc.gonka.ai/v1alpha1", (403, {"message": "no"})
+    kinds = {f"{every}/{path.rpartition('/')[2]}": answer for path, answer in api.answers.items() if seen.API in path}
+    pods = api.answers[seen.PODS]
+    api.answers |= {path: answer if everywhere else no for path, answer in kinds.items()}
+    api.answers["/api/v1/pods"] = pods if everywhere else no
+    (told,) = [one for one in _checks(run) if one["about"] == "fleets"]
+    finding = "there is none, and 5 pods of your own are labelled or selected, 4 are ready"
+    assert (told["level"], told["finding"]) == ("ok", finding)
+    api.answers |= {"/api/v1/pods": [], seen.PODS: []}
+    (told,) = [one for one in _checks(run) if one["about"] == "fleets"]
+    assert (told["level"], told["finding"]) == ("warning", "there is none")
+
+
+def _checks(run: Run) -> Any:  # noqa: ANN401
+    return json.loads(run("check", "-o", "json").out)
 
 
 def test_a_bundle_has_the_logs_of_selected_pods(run: Run, api: ApiPaths, tmp_path: Path) -> None:
