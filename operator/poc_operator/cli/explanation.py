@@ -4,6 +4,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from shlex import quote
 from typing import Any
 
 from poc_operator.apis.v1alpha1.calibration import PoCCalibration
@@ -265,6 +266,7 @@ def _names(found: Evidence, message: str = "") -> Names:
         fleet=_fleet_name(subject) or _FLEET,
         pod=_pod_name(found, message),
         gateway=f" --gateway {found.gateway}" if found.gateway else "",
+        selector="" if _fleet_name(subject) or isinstance(subject, PoCFleet) else quote(str(subject.spec.pods)),
     )
 
 

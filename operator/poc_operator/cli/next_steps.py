@@ -21,6 +21,12 @@ _RESULTS = "kubectl poc -n {namespace} round results {name}{gateway}"
 _CHECK = "kubectl poc -n {namespace} check"
 _SECRETS = "kubectl -n {namespace} get secrets --field-selector type=kubernetes.io/basic-auth"
 _PODS = "kubectl -n {namespace} get pods -o wide --show-labels"
+_FLEETS = "kubectl -n {namespace} get pocfleets -o wide"
+#: The model stands in the command or its arguments, with the names by which it is served.
+_SERVED = (
+    "kubectl -n {namespace} get pods -l {selector} -o "
+    "'custom-columns=NAME:.metadata.name,COMMAND:.spec.containers[*].command,ARGS:.spec.containers[*].args'"
+)
 
 #: The next command by reason; the words in braces are those of `Names`.
 COMMANDS: Mapping[Reason, str] = {
@@ -51,7 +57,7 @@ COMMANDS: Mapping[Reason, str] = {
     Reason.NO_POD_READY: _DESCRIBE_POD,
     Reason.PODS_UNREACHABLE: _LOG,
     Reason.PODS_BUSY: _STATUS,
-    Reason.MODEL_MISMATCH: "kubectl -n {namespace} get pocfleets -o wide",
+    Reason.MODEL_MISMATCH: _FLEETS,
     Reason.SEQUENCE_TOO_LONG: _GET,
     Reason.K_DIM_TOO_LARGE: _GET,
     Reason.SCHEME_NOT_OFFERED: _GET,
@@ -84,12 +90,14 @@ COMMANDS: Mapping[Reason, str] = {
     Reason.GATEWAY_UNREACHABLE: _CHECK,
     Reason.DELIVERY_INCOMPLETE: _RESULTS,
     Reason.RESULTS_REJECTED: _LOG,
-    Reason.THEORY_DISAGREES: "kubectl -n {namespace} get pocfleets -o wide",
+    Reason.THEORY_DISAGREES: _FLEETS,
     Reason.STALLED: _LOG,
     Reason.REPORT_CONTRADICTORY: _LOG,
     Reason.PODS_LEFT: _LOG,
     Reason.ORPHAN_STOPPED: _LOG,
 }
+#: The same where pods are selected by their labels, and no fleet tells of them.
+COMMANDS_OF_SELECTORS: Mapping[Reason, str] = {Reason.MODEL_MISMATCH: _SERVED, Reason.THEORY_DISAGREES: _SERVED}
 
 
 #: What to do about an error of a receiver, by what its text has: the first that fits.
@@ -111,7 +119,8 @@ def receiver_remedy(error: str) -> str:
 class Names:
     """What commands are filled with: an object, its fleet, and the pod that is worth a look.
 
-    ``gateway`` follows a command that asks the gateway: the option that names one, or nothing.
+    ``gateway`` follows a command that asks the gateway: the option that names one, or nothing. ``selector`` is the word
+    by which a shell selects the pods if they are of no fleet, else empty.
     """
 
     namespace: str
@@ -120,11 +129,12 @@ class Names:
     fleet: str
     pod: str
     gateway: str = ""
+    selector: str = ""
 
 
 def command(reason: Reason, names: Names) -> str | None:
     """Return the command to run next; None if the reason asks nothing of the user."""
-    template = COMMANDS.get(reason)
+    template = (COMMANDS_OF_SELECTORS.get(reason) if names.selector else None) or COMMANDS.get(reason)
     if template is None:
         return None
     return template.format(**vars(names))
