@@ -18,7 +18,7 @@ from poc_operator.apis.v1alpha1.status import State
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.cli.gateway_proxy import Forwarding
 from poc_operator.cli.loading import LogEnd, last_line, step_of
-from poc_operator.cli.next_steps import Names, command, receiver_remedy, results_command
+from poc_operator.cli.next_steps import Names, address_remedy, command, receiver_remedy, results_command
 from poc_operator.cli.output import age, number, period
 from poc_operator.cli.overview import goal
 from poc_operator.cli.pod_metrics import Chat, PodKey
@@ -248,7 +248,7 @@ def explained(reason: str, message: str, found: Evidence) -> Finding:
         reason=reason,
         seen=_sentence(message),
         meaning=texts.meaning,
-        remedy=texts.remedy or "",
+        remedy=(address_remedy(message) if known is Reason.RECEIVER_FAILING else "") or texts.remedy or "",
         command=_command(found, known, message),
     )
 

@@ -100,8 +100,21 @@ COMMANDS: Mapping[Reason, str] = {
 COMMANDS_OF_SELECTORS: Mapping[Reason, str] = {Reason.MODEL_MISMATCH: _SERVED, Reason.THEORY_DISAGREES: _SERVED}
 
 
+#: What to do about an address to which the gateway does not send, by the variable that its text names. The chart sets
+#: these, so that its values are the place.
+_ADDRESS_REMEDIES = (
+    (
+        "POC_GATEWAY_RECEIVER_PRIVATE",
+        "If results may be sent there, add the address's range to gateway.receivers.private of the chart's values.",
+    ),
+    (
+        "POC_GATEWAY_RECEIVER_ALLOW",
+        "If results may be sent there, add the host to gateway.receivers.allow of the chart's values.",
+    ),
+)
 #: What to do about an error of a receiver, by what its text has: the first that fits.
 _RECEIVER_REMEDIES = (
+    *_ADDRESS_REMEDIES,
     ("certificate", "Renew the receiver's certificate, or correct the host name in its address."),
     ("HTTP 401", "Correct the user and the password in the Secret of callbackSecretRef."),
     ("Secret ", "Correct the Secret of callbackSecretRef."),
@@ -113,6 +126,11 @@ _RECEIVER_REMEDIES = (
 def receiver_remedy(error: str) -> str:
     """Return what to do about why a receiver does not take results."""
     return next(remedy for part, remedy in _RECEIVER_REMEDIES if part in error)
+
+
+def address_remedy(error: str) -> str:
+    """Return what to do about an address to which the gateway does not send; empty if the error is another."""
+    return next((remedy for part, remedy in _ADDRESS_REMEDIES if part in error), "")
 
 
 @dataclass(frozen=True, kw_only=True)
