@@ -25,10 +25,9 @@ from poc_operator.cli.cluster import (
     core,
 )
 from poc_operator.cli.explanation import Event, Evidence, Subject, Work
-from poc_operator.cli.loading import LogEnd
+from poc_operator.cli.loading import LogEnd, loads, server_name
 from poc_operator.cli.overview import Overview, Seen, overview
 from poc_operator.cli.pod_metrics import PodKey, active_pods, read_chat
-from poc_operator.fleets.render import CONTAINER
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import in_order
 
@@ -80,7 +79,7 @@ def look(cluster: Cluster, *, everywhere: bool, chat: bool) -> Seen:
         rounds=rounds,
         pods=pods,
         chat=read_chat(cluster, active_pods(rounds)) if chat else {},
-        logs=read_logs(cluster, loading_pods(fleets, pods)),
+        logs=read_logs(cluster, loading_pods(fleets, pods, now())),
         operator=operator_trouble(cluster),
         unread=unread,
     )
@@ -126,26 +125,27 @@ def _key(pod: Object) -> tuple[str, str]:
     return pod["metadata"]["namespace"], pod["metadata"]["name"]
 
 
-def loading_pods(fleets: Iterable[PoCFleet], pods: Iterable[PodView]) -> list[PodKey]:
-    """Return the first pods that load, by what their fleets say of them. Of a group that is its leader."""
+def loading_pods(fleets: Iterable[PoCFleet], pods: Iterable[PodView], now: datetime) -> list[PodView]:
+    """Return the first pods that load, by what their fleets say of them, or by their containers without a fleet.
+
+    Of a group that is its leader.
+    """
     loading = {pod.uid for fleet in fleets for pod in fleet.status.pods if pod.stage == Stage.LOADING}
-    found = sorted(
-        (pod for pod in pods if pod.uid in loading and pod.stays), key=lambda pod: (pod.namespace, in_order(pod))
-    )
-    return [(pod.namespace, pod.name) for pod in found[:MOST_LOGS]]
+    found = (pod for pod in pods if (pod.uid in loading or loads(pod, now)) and pod.stays)
+    return sorted(found, key=lambda pod: (pod.namespace, in_order(pod)))[:MOST_LOGS]
 
 
-def read_logs(cluster: Cluster, pods: Iterable[PodKey]) -> Mapping[PodKey, LogEnd]:
+def read_logs(cluster: Cluster, pods: Iterable[PodView]) -> Mapping[PodKey, LogEnd]:
     """Read the ends of the logs of vLLM in these pods, a few at once."""
     wanted = list(pods)
+    keys = [(pod.namespace, pod.name) for pod in wanted]
     with ThreadPoolExecutor(LOGS_AT_ONCE) as pool:
-        return dict(zip(wanted, pool.map(lambda pod: _log_end(cluster, pod), wanted), strict=True))
+        return dict(zip(keys, pool.map(lambda pod: _log_end(cluster, pod), wanted), strict=True))
 
 
-def _log_end(cluster: Cluster, pod: PodKey) -> LogEnd:
-    namespace, name = pod
-    path = f"{core('pods', namespace)}/{name}/log"
-    query = {"container": CONTAINER, "previous": "false", "limitBytes": str(LOG_BYTES)}
+def _log_end(cluster: Cluster, pod: PodView) -> LogEnd:
+    path = f"{core('pods', pod.namespace)}/{pod.name}/log"
+    query = {"container": server_name(pod), "previous": "false", "limitBytes": str(LOG_BYTES)}
     try:
         text = cluster.text(path, {**query, "tailLines": str(LOG_LINES)}, seconds=LOG_SECONDS)
         if len(text) >= LOG_BYTES:  # its end is missing, as behind a bar that has written over itself for minutes
@@ -220,7 +220,7 @@ def evidence(
         pods=pods,
         events=_events(cluster, found),
         chat=chat,
-        logs=read_logs(cluster, loading_pods(fleets, pods)),
+        logs=read_logs(cluster, loading_pods(fleets, pods, now())),
         operator=operator_trouble(cluster),
         forwarding=told,
         gateway=gateway,
