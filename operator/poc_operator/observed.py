@@ -34,6 +34,7 @@ class Container:
     """
 
     id: str
+    name: str = ""
     ports: frozenset[int] = frozenset()
     http_port: int | None = None
     restarts: int = 0
@@ -200,6 +201,7 @@ def _container(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
     state = status.get("state") or {}
     return Container(
         id=_container_id(status),
+        name=spec["name"],
         ports=_ports(spec),
         http_port=next((port["containerPort"] for port in spec.get("ports") or [] if port.get("name") == "http"), None),
         restarts=status.get("restartCount", 0),

@@ -17,7 +17,7 @@ import yaml
 
 from poc_operator.apis.v1alpha1.calibration import PoCCalibration
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
-from poc_operator.apis.v1alpha1.meta import FLEET_LABEL, WORKER_LABELS
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.cli import VERSION, output
@@ -25,7 +25,7 @@ from poc_operator.cli.check_commands import checks
 from poc_operator.cli.cluster import UNREACHABLE, Cluster, Object, UserError, collection, connect, core, parsed
 from poc_operator.cli.explanation import account, sentences
 from poc_operator.cli.gateway_proxy import SELECTOR as GATEWAY_SELECTOR
-from poc_operator.cli.looking import OPERATOR_SELECTOR, evidence, look, now
+from poc_operator.cli.looking import OPERATOR_SELECTOR, SELECTING, evidence, look, now, readable, worker_pods
 from poc_operator.cli.options import Context, GatewayPlace, Kubeconfig, Namespace, Output
 from poc_operator.cli.output import Format
 from poc_operator.cli.overview import overview
@@ -91,9 +91,8 @@ class Surroundings:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self.notes: list[str] = []
-        worker = ",".join(f"{key}={value}" for key, value in WORKER_LABELS.items())
-        self.pods = self._read(core("pods", cluster.namespace), worker)
+        work, self.notes = readable(cluster, cluster.namespace, SELECTING)
+        self.pods = worker_pods(self._read, cluster.namespace, work)
         self.pods += [one for one in self._read(core("pods", cluster.namespace), FLEET_LABEL) if one not in self.pods]
         for selector in (OPERATOR_SELECTOR, GATEWAY_SELECTOR):
             self.pods += self._read(core("pods"), selector)

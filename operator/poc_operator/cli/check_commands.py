@@ -16,10 +16,11 @@ from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.cli import VERSION, gateway_proxy, output, preflight
 from poc_operator.cli.cluster import FAILED, Cluster, Forbidden, NotFound, Object, UserError, connect, core
 from poc_operator.cli.explanation import Evidence
-from poc_operator.cli.looking import GATEWAY_SECONDS, KindT, deployments, known, now
+from poc_operator.cli.looking import GATEWAY_SECONDS, SELECTING, KindT, deployments, known, now, worker_pods
 from poc_operator.cli.options import Context, GatewayPlace, Kubeconfig, Namespace, Output
 from poc_operator.cli.output import Column, Format
 from poc_operator.cli.preflight import Check, Level
+from poc_operator.observed import PodView
 
 #: So many rounds that are over are asked for results that no receiver has taken, and as many that were deleted: the
 #: newest ones. The gateway names so many with such results, deleted or not.
@@ -65,8 +66,9 @@ def _row(one: Check) -> tuple[str, str]:
 def checks(cluster: Cluster, gateway: str | None) -> Iterator[Check]:
     """Look at everything, one after the other. What may not be read is a warning."""
     yield from _guarded("API server", lambda: [_api_server(cluster)])
+    remedy = _crd_remedy(cluster)
     for kind in KINDS:
-        yield from _guarded(f"CRD {kind.KIND.plural}", partial(_crd, cluster, kind))
+        yield from _guarded(f"CRD {kind.KIND.plural}", partial(_crd, cluster, kind, remedy))
     yield from _guarded("operator", lambda: _operator(cluster))
     yield from _guarded("gateway", lambda: _gateway(cluster, gateway))
     yield from _guarded("GPUs", lambda: [preflight.gpus(cluster.items(core("nodes")))])
@@ -89,8 +91,16 @@ def _api_server(cluster: Cluster) -> Check:
     return preflight.api_server(time.monotonic() - begin)
 
 
-def _crd(cluster: Cluster, kind: type[Resource]) -> list[Check]:
-    return [preflight.crd(kind, _get(cluster, f"{_CRDS}/{kind.KIND.plural}.{GROUP}"))]
+def _crd_remedy(cluster: Cluster) -> str:
+    """Return what brings the CRDs, also for a user who may not look whether there is an operator."""
+    try:
+        return preflight.crd_remedy(installed=bool(deployments(cluster)))
+    except Forbidden:
+        return preflight.crd_remedy(installed=False)
+
+
+def _crd(cluster: Cluster, kind: type[Resource], remedy: str) -> list[Check]:
+    return [preflight.crd(kind, _get(cluster, f"{_CRDS}/{kind.KIND.plural}.{GROUP}"), remedy)]
 
 
 def _get(cluster: Cluster, path: str) -> Object | None:
@@ -169,12 +179,22 @@ def _gateway_objects(cluster: Cluster, place: gateway_proxy.Place) -> Iterator[C
 def _fleets(cluster: Cluster) -> Iterator[Check]:
     found, _ = _everywhere(cluster, PoCFleet)
     if not found:
-        yield preflight.warning("fleets", "there is none", "create a PoCFleet, or label pods of your own")
+        yield preflight.own_pods(_own_pods(cluster))
     yield from preflight.fleets(found, _operator_remedy(cluster) if found else "")
     for fleet in found:
         secrets, claims = preflight.fleet_secrets(fleet), preflight.fleet_claims(fleet)
         of = f"the fleet {fleet.metadata.name}"
         yield from _objects(cluster, fleet.metadata.namespace, secrets, claims, of)
+
+
+def _own_pods(cluster: Cluster) -> list[PodView]:
+    """Return the pods that may compute, of all namespaces, or of the user's where more may not be read."""
+    work = [one for kind in SELECTING for one in _everywhere(cluster, kind)[0]]
+    try:
+        bodies = worker_pods(cluster.items, None, work)
+    except Forbidden:
+        bodies = worker_pods(cluster.items, cluster.namespace, work)
+    return [pod for pod in map(PodView.parse, bodies) if pod.stays]
 
 
 def _everywhere(cluster: Cluster, kind: type[KindT]) -> tuple[list[KindT], str | None]:

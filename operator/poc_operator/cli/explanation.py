@@ -4,6 +4,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from shlex import quote
 from typing import Any
 
 from poc_operator.apis.v1alpha1.calibration import PoCCalibration
@@ -16,13 +17,12 @@ from poc_operator.apis.v1alpha1.schema import ApiModel
 from poc_operator.apis.v1alpha1.status import State
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.cli.gateway_proxy import Forwarding
-from poc_operator.cli.loading import LogEnd, last_line, step_of
-from poc_operator.cli.next_steps import Names, command, receiver_remedy, results_command
+from poc_operator.cli.loading import LogEnd, last_line, server_name, step_of
+from poc_operator.cli.next_steps import Names, address_remedy, command, receiver_remedy, results_command
 from poc_operator.cli.output import age, number, period
 from poc_operator.cli.overview import goal
 from poc_operator.cli.pod_metrics import Chat, PodKey
 from poc_operator.cli.redaction import Redactor
-from poc_operator.fleets.render import CONTAINER
 from poc_operator.observed import PodView
 from poc_operator.planning.conditions import SILENT
 from poc_operator.planning.eligibility import why_waiting
@@ -257,7 +257,7 @@ def explained(reason: str, message: str, found: Evidence) -> Finding:
         reason=reason,
         seen=_sentence(message),
         meaning=texts.meaning,
-        remedy=texts.remedy or "",
+        remedy=(address_remedy(message) if known is Reason.RECEIVER_FAILING else "") or texts.remedy or "",
         command=_command(found, known, message),
     )
 
@@ -275,6 +275,7 @@ def _names(found: Evidence, message: str = "") -> Names:
         fleet=_fleet_name(subject) or _FLEET,
         pod=_pod_name(found, message),
         gateway=f" --gateway {found.gateway}" if found.gateway else "",
+        selector="" if _fleet_name(subject) or isinstance(subject, PoCFleet) else quote(str(subject.spec.pods)),
     )
 
 
@@ -323,7 +324,7 @@ def _of_pod(pod: PodView, log: LogEnd | None) -> Finding:
         why = f"is Loading: {step}" if step else "is Loading"
     looks = f"{where} logs {pod.name} --previous --tail=50" if ended else f"{where} describe pod {pod.name}"
     if log is not None and (log.error or not ended):
-        looks = f"{where} logs {pod.name} -c {CONTAINER} --tail=50"
+        looks = f"{where} logs {pod.name} -c {server_name(pod)} --tail=50"
     return Finding(
         reason="PodNotReady",
         seen=f"Pod {pod.name} {why}{f'; it last ended with {ended}' if ended else ''}.",

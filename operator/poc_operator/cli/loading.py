@@ -8,8 +8,13 @@ where it says how far its start is. Its words change from release to release: te
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
+from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.schema import ApiModel
+from poc_operator.apis.v1alpha1.work import DEFAULT_PORT
+from poc_operator.fleets.render import CONTAINER
+from poc_operator.observed import PodView
 
 FETCHING, DOWNLOADING, READING = "fetching weights", "downloading weights", "reading weights"
 PREPARING, COMPILING, MEASURING = "preparing weights", "compiling", "measuring memory"
@@ -73,6 +78,9 @@ _SIGNS: Mapping[str, tuple[str, ...]] = {
 }
 _STEPS = [(step, re.compile(sign)) for step, signs in _SIGNS.items() for sign in signs]
 
+#: Seconds for which a pod of no fleet may load without a startup probe: the default of `podStartupSeconds`.
+_LOADS_SECONDS = 3600
+
 _BREAKS = re.compile(r"[\r\n]+")
 #: Sequences by which programs colour their words, and whatever else a terminal would obey.
 _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -103,6 +111,17 @@ class Step(ApiModel):
     def short(self) -> str:
         """The same with the percent alone."""
         return self.step if self.percent is None else f"{self.step} {self.percent} %"
+
+
+def loads(pod: PodView, now: datetime) -> bool:
+    """Whether a pod of no fleet loads its model, by its container alone. Of pods of fleets the fleet's status tells."""
+    until = pod.loads_until(pod.serving_port(DEFAULT_PORT), _LOADS_SECONDS)
+    return FLEET_LABEL not in pod.labels and until is not None and now < until
+
+
+def server_name(pod: PodView) -> str:
+    """Return the name of the container in which vLLM runs."""
+    return CONTAINER if FLEET_LABEL in pod.labels else pod.container(pod.serving_port(DEFAULT_PORT)).name
 
 
 def step_of(log: str) -> Step | None:

@@ -2,7 +2,7 @@
 """What is read from the cluster for an overview, and around one object for its explanation."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import TypeVar
@@ -10,7 +10,7 @@ from typing import TypeVar
 from poc_operator.apis.v1alpha1.calibration import PoCCalibration
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_upkeep import Stage
-from poc_operator.apis.v1alpha1.meta import WORKER_LABELS, Resource, fleet_selector
+from poc_operator.apis.v1alpha1.meta import WORKER_LABELS, LabelSelector, Resource, fleet_selector
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.cli import gateway_proxy, preflight
@@ -24,11 +24,10 @@ from poc_operator.cli.cluster import (
     UserError,
     core,
 )
-from poc_operator.cli.explanation import Event, Evidence, Subject
-from poc_operator.cli.loading import LogEnd
+from poc_operator.cli.explanation import Event, Evidence, Subject, Work
+from poc_operator.cli.loading import LogEnd, loads, server_name
 from poc_operator.cli.overview import Overview, Seen, overview
 from poc_operator.cli.pod_metrics import PodKey, active_pods, read_chat
-from poc_operator.fleets.render import CONTAINER
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import in_order
 
@@ -55,6 +54,10 @@ LOG_LINES, LOG_BYTES = 60, 2**15
 _LINES_THAT_FIT = 2
 #: Label of the operator's Deployment.
 OPERATOR_SELECTOR = "app.kubernetes.io/name=vllm-poc-operator"
+#: Kinds whose objects select pods.
+SELECTING: tuple[type[Work], ...] = (PoCRound, PoCValidation, PoCCalibration)
+#: What returns the objects at a path of the API server that a selector takes.
+List = Callable[[str, str], Sequence[Object]]
 
 
 def now() -> datetime:
@@ -66,8 +69,8 @@ def look(cluster: Cluster, *, everywhere: bool, chat: bool) -> Seen:
     """Read fleets, rounds and pods, and the logs of those that load; with ``chat`` also what pods tell of it."""
     namespace = None if everywhere else cluster.namespace
     rounds, fleets = known(cluster, PoCRound, namespace), known(cluster, PoCFleet, namespace)
-    selector = ",".join(f"{key}={value}" for key, value in WORKER_LABELS.items())
-    pods = [PodView.parse(body) for body in cluster.items(core("pods", namespace), selector)]
+    more, unread = readable(cluster, namespace, (PoCValidation, PoCCalibration))
+    pods = [PodView.parse(body) for body in worker_pods(cluster.items, namespace, [*rounds, *more])]
     if namespace is not None and not (rounds or fleets or pods):
         cluster.expect_namespace()
     return Seen(
@@ -76,31 +79,73 @@ def look(cluster: Cluster, *, everywhere: bool, chat: bool) -> Seen:
         rounds=rounds,
         pods=pods,
         chat=read_chat(cluster, active_pods(rounds)) if chat else {},
-        logs=read_logs(cluster, loading_pods(fleets, pods)),
+        logs=read_logs(cluster, loading_pods(fleets, pods, now())),
         operator=operator_trouble(cluster),
+        unread=unread,
     )
 
 
-def loading_pods(fleets: Iterable[PoCFleet], pods: Iterable[PodView]) -> list[PodKey]:
-    """Return the first pods that load, by what their fleets say of them. Of a group that is its leader."""
+def readable(cluster: Cluster, namespace: str | None, kinds: Iterable[type[Work]]) -> tuple[list[Work], list[str]]:
+    """Return the objects of these kinds, and what is to be told of kinds that could not be read."""
+    found, notes = list[Work](), list[str]()
+    for kind in kinds:
+        try:
+            found += cluster.objects(kind, namespace)
+        except UserError as error:
+            notes.append(f"pods that only {kind.KIND.plural} select are missing: {error}")
+    return found, notes
+
+
+def worker_pods(list_: List, namespace: str | None, work: Iterable[Work]) -> list[Object]:
+    """Return the pods of a namespace, or of all, that may compute: one list for each selector that is of its own.
+
+    An object selects pods of its own namespace alone.
+    """
+    path, worker = core("pods", namespace), str(LabelSelector(match_labels=WORKER_LABELS))
+    found = {_key(body): body for body in list_(path, worker)}
+    for selector, namespaces in selectors(work).items():
+        for body in list_(path, selector):
+            if body["metadata"]["namespace"] in namespaces:
+                found.setdefault(_key(body), body)
+    return list(found.values())
+
+
+def selectors(work: Iterable[Work]) -> Mapping[str, set[str]]:
+    """Return each selector that may take pods without the workers' label, and the namespaces of its objects."""
+    found = dict[str, set[str]]()
+    for each in work:
+        labels = each.spec.pods.match_labels or {}
+        if each.spec.fleet_ref is None and not WORKER_LABELS.items() <= labels.items():
+            selector = each.spec.pods.model_copy(update={"match_labels": dict(sorted(labels.items()))})
+            found.setdefault(str(selector), set()).add(each.metadata.namespace)
+    return found
+
+
+def _key(pod: Object) -> tuple[str, str]:
+    return pod["metadata"]["namespace"], pod["metadata"]["name"]
+
+
+def loading_pods(fleets: Iterable[PoCFleet], pods: Iterable[PodView], now: datetime) -> list[PodView]:
+    """Return the first pods that load, by what their fleets say of them, or by their containers without a fleet.
+
+    Of a group that is its leader.
+    """
     loading = {pod.uid for fleet in fleets for pod in fleet.status.pods if pod.stage == Stage.LOADING}
-    found = sorted(
-        (pod for pod in pods if pod.uid in loading and pod.stays), key=lambda pod: (pod.namespace, in_order(pod))
-    )
-    return [(pod.namespace, pod.name) for pod in found[:MOST_LOGS]]
+    found = (pod for pod in pods if (pod.uid in loading or loads(pod, now)) and pod.stays)
+    return sorted(found, key=lambda pod: (pod.namespace, in_order(pod)))[:MOST_LOGS]
 
 
-def read_logs(cluster: Cluster, pods: Iterable[PodKey]) -> Mapping[PodKey, LogEnd]:
+def read_logs(cluster: Cluster, pods: Iterable[PodView]) -> Mapping[PodKey, LogEnd]:
     """Read the ends of the logs of vLLM in these pods, a few at once."""
     wanted = list(pods)
+    keys = [(pod.namespace, pod.name) for pod in wanted]
     with ThreadPoolExecutor(LOGS_AT_ONCE) as pool:
-        return dict(zip(wanted, pool.map(lambda pod: _log_end(cluster, pod), wanted), strict=True))
+        return dict(zip(keys, pool.map(lambda pod: _log_end(cluster, pod), wanted), strict=True))
 
 
-def _log_end(cluster: Cluster, pod: PodKey) -> LogEnd:
-    namespace, name = pod
-    path = f"{core('pods', namespace)}/{name}/log"
-    query = {"container": CONTAINER, "previous": "false", "limitBytes": str(LOG_BYTES)}
+def _log_end(cluster: Cluster, pod: PodView) -> LogEnd:
+    path = f"{core('pods', pod.namespace)}/{pod.name}/log"
+    query = {"container": server_name(pod), "previous": "false", "limitBytes": str(LOG_BYTES)}
     try:
         text = cluster.text(path, {**query, "tailLines": str(LOG_LINES)}, seconds=LOG_SECONDS)
         if len(text) >= LOG_BYTES:  # its end is missing, as behind a bar that has written over itself for minutes
@@ -175,7 +220,7 @@ def evidence(
         pods=pods,
         events=_events(cluster, found),
         chat=chat,
-        logs=read_logs(cluster, loading_pods(fleets, pods)),
+        logs=read_logs(cluster, loading_pods(fleets, pods, now())),
         operator=operator_trouble(cluster),
         forwarding=told,
         gateway=gateway,

@@ -21,6 +21,12 @@ _RESULTS = "kubectl poc -n {namespace} round results {name}{gateway}"
 _CHECK = "kubectl poc -n {namespace} check"
 _SECRETS = "kubectl -n {namespace} get secrets --field-selector type=kubernetes.io/basic-auth"
 _PODS = "kubectl -n {namespace} get pods -o wide --show-labels"
+_FLEETS = "kubectl -n {namespace} get pocfleets -o wide"
+#: The model stands in the command or its arguments, with the names by which it is served.
+_SERVED = (
+    "kubectl -n {namespace} get pods -l {selector} -o "
+    "'custom-columns=NAME:.metadata.name,COMMAND:.spec.containers[*].command,ARGS:.spec.containers[*].args'"
+)
 
 #: The next command by reason; the words in braces are those of `Names`.
 COMMANDS: Mapping[Reason, str] = {
@@ -51,7 +57,7 @@ COMMANDS: Mapping[Reason, str] = {
     Reason.NO_POD_READY: _DESCRIBE_POD,
     Reason.PODS_UNREACHABLE: _LOG,
     Reason.PODS_BUSY: _STATUS,
-    Reason.MODEL_MISMATCH: "kubectl -n {namespace} get pocfleets -o wide",
+    Reason.MODEL_MISMATCH: _FLEETS,
     Reason.SEQUENCE_TOO_LONG: _GET,
     Reason.K_DIM_TOO_LARGE: _GET,
     Reason.SCHEME_NOT_OFFERED: _GET,
@@ -84,16 +90,31 @@ COMMANDS: Mapping[Reason, str] = {
     Reason.GATEWAY_UNREACHABLE: _CHECK,
     Reason.DELIVERY_INCOMPLETE: _RESULTS,
     Reason.RESULTS_REJECTED: _LOG,
-    Reason.THEORY_DISAGREES: "kubectl -n {namespace} get pocfleets -o wide",
+    Reason.THEORY_DISAGREES: _FLEETS,
     Reason.STALLED: _LOG,
     Reason.REPORT_CONTRADICTORY: _LOG,
     Reason.PODS_LEFT: _LOG,
     Reason.ORPHAN_STOPPED: _LOG,
 }
+#: The same where pods are selected by their labels, and no fleet tells of them.
+COMMANDS_OF_SELECTORS: Mapping[Reason, str] = {Reason.MODEL_MISMATCH: _SERVED, Reason.THEORY_DISAGREES: _SERVED}
 
 
+#: What to do about an address to which the gateway does not send, by the variable that its text names. The chart sets
+#: these, so that its values are the place.
+_ADDRESS_REMEDIES = (
+    (
+        "POC_GATEWAY_RECEIVER_PRIVATE",
+        "If results may be sent there, add the address's range to gateway.receivers.private of the chart's values.",
+    ),
+    (
+        "POC_GATEWAY_RECEIVER_ALLOW",
+        "If results may be sent there, add the host to gateway.receivers.allow of the chart's values.",
+    ),
+)
 #: What to do about an error of a receiver, by what its text has: the first that fits.
 _RECEIVER_REMEDIES = (
+    *_ADDRESS_REMEDIES,
     ("certificate", "Renew the receiver's certificate, or correct the host name in its address."),
     ("HTTP 401", "Correct the user and the password in the Secret of callbackSecretRef."),
     ("Secret ", "Correct the Secret of callbackSecretRef."),
@@ -107,11 +128,17 @@ def receiver_remedy(error: str) -> str:
     return next(remedy for part, remedy in _RECEIVER_REMEDIES if part in error)
 
 
+def address_remedy(error: str) -> str:
+    """Return what to do about an address to which the gateway does not send; empty if the error is another."""
+    return next((remedy for part, remedy in _ADDRESS_REMEDIES if part in error), "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Names:
     """What commands are filled with: an object, its fleet, and the pod that is worth a look.
 
-    ``gateway`` follows a command that asks the gateway: the option that names one, or nothing.
+    ``gateway`` follows a command that asks the gateway: the option that names one, or nothing. ``selector`` is the word
+    by which a shell selects the pods if they are of no fleet, else empty.
     """
 
     namespace: str
@@ -120,11 +147,12 @@ class Names:
     fleet: str
     pod: str
     gateway: str = ""
+    selector: str = ""
 
 
 def command(reason: Reason, names: Names) -> str | None:
     """Return the command to run next; None if the reason asks nothing of the user."""
-    template = COMMANDS.get(reason)
+    template = (COMMANDS_OF_SELECTORS.get(reason) if names.selector else None) or COMMANDS.get(reason)
     if template is None:
         return None
     return template.format(**vars(names))

@@ -7,12 +7,12 @@ from datetime import datetime, timedelta
 
 from poc_operator.apis.v1alpha1.conditions import ConditionType
 from poc_operator.apis.v1alpha1.fleet import PoCFleet
-from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod
+from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod, Stage
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from poc_operator.apis.v1alpha1.schema import ApiModel
 from poc_operator.apis.v1alpha1.status import SlotState, State
-from poc_operator.cli.loading import LogEnd, Step, step_of
+from poc_operator.cli.loading import LogEnd, Step, loads, step_of
 from poc_operator.cli.pod_metrics import Chat, PodKey, held_share, pace
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import in_order
@@ -34,6 +34,8 @@ class Seen:
     logs: Mapping[PodKey, LogEnd] = field(default_factory=dict)
     #: What is wrong with the operator; empty if it is well, or nobody may look.
     operator: str = ""
+    #: What is to be told of objects that could not be read.
+    unread: Sequence[str] = ()
 
 
 class SlotRow(ApiModel):
@@ -265,7 +267,8 @@ def _pods(seen: Seen) -> list[PodRow]:
 
 
 def _pod(pod: PodView, told: FleetPod | None, work: Mapping[tuple[str, str | None], str], seen: Seen) -> PodRow:
-    stage = str(told.stage) if told is not None else ("Ready" if pod.ready else pod.waiting_for or "NotReady")
+    own = Stage.LOADING if loads(pod, seen.now) else pod.waiting_for or "NotReady"
+    stage = str(told.stage) if told is not None else ("Ready" if pod.ready else str(own))
     return PodRow(
         namespace=pod.namespace,
         name=pod.name,
@@ -284,4 +287,5 @@ def _notes(seen: Seen) -> list[str]:
     unread = [(name, log.error) for (_, name), log in seen.logs.items() if log.error]
     texts = {"pods did not tell of chat": silent, "logs of pods that load could not be read": unread}
     away = [f"{seen.operator}: states and rates are those of before"] if seen.operator else []
+    away += seen.unread
     return away + [f"{len(one)} {text}, the first: {': '.join(one[0])}" for text, one in texts.items() if one]

@@ -41,6 +41,8 @@ def histogram_lines(histogram: Told) -> list[str]:
     counts, edges = histogram["counts"], histogram["edges"]
     bins = [(f"{low:.5f} to {high:.5f}", count) for low, high, count in zip(edges, edges[1:], counts, strict=False)]
     rows = [*_outside(histogram, "below"), *bins, *_outside(histogram, "above")]
+    filled = [place for place, (_, count) in enumerate(rows) if count] or [0]
+    rows = rows[filled[0] : filled[-1] + 1]  # most results are in few bins of those that fit all models
     most = max(1, *(count for _, count in rows))
     lines = [f"{histogram['quantity']} of {number(histogram['counted'])} results{_sampled(histogram)}"]
     for name, count in rows:

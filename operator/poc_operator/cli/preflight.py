@@ -17,6 +17,7 @@ from poc_operator.cli.cluster import Object
 from poc_operator.cli.explanation import Evidence, Finding, account, undelivered, waiting_results
 from poc_operator.cli.gateway_proxy import Forwarding
 from poc_operator.cli.next_steps import Names, check_command
+from poc_operator.observed import PodView
 
 #: Label with the version of what a chart has installed.
 VERSION_LABEL = "app.kubernetes.io/version"
@@ -106,10 +107,16 @@ def gateway_certificate(about: str, expires: datetime, now: datetime) -> Check:
     return error(what, f"it has expired at {expires:%Y-%m-%d %H:%M} UTC: the network node cannot connect", remedy)
 
 
-def crd(kind: type[Resource], body: Object | None) -> Check:
-    """Check that a CRD is installed, and has all fields that this version knows."""
+def crd_remedy(*, installed: bool) -> str:
+    """Return what brings the CRDs. Helm takes over none that it has not made, so that the chart has to come first."""
+    if installed:
+        return "apply the CRDs of this version: kubectl apply --server-side -f crds/"
+    return "install the chart vllm-poc-operator, which brings them; only with crds.enabled=false apply crds/ yourself"
+
+
+def crd(kind: type[Resource], body: Object | None, remedy: str) -> Check:
+    """Check that a CRD is installed, and has all fields that this version knows; ``remedy`` is `crd_remedy`."""
     about = f"CRD {kind.KIND.plural}"
-    remedy = "apply the CRDs of this version: kubectl apply --server-side -f crds/"
     if body is None:
         return error(about, "it is not installed", remedy)
     served = [one for one in body["spec"]["versions"] if one["name"] == VERSION and one.get("served")]
@@ -247,6 +254,14 @@ def fleets(found: Sequence[PoCFleet], operator_remedy: str) -> Iterator[Check]:
     """Check that each fleet has its model and its pods; ``operator_remedy`` is `operator_log`."""
     for fleet in found:
         yield _fleet(fleet, operator_remedy)
+
+
+def own_pods(found: Sequence[PodView]) -> Check:
+    """Check that there are pods that may compute, where there is no fleet."""
+    if not found:
+        return warning("fleets", "there is none", "create a PoCFleet, or label pods of your own")
+    ready = sum(pod.ready for pod in found)
+    return ok("fleets", f"there is none, and {len(found)} pods of your own are labelled or selected, {ready} are ready")
 
 
 def _fleet(fleet: PoCFleet, operator_remedy: str) -> Check:

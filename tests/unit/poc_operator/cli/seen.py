@@ -2,7 +2,7 @@
 """Objects as the API server has them, for tests of ``kubectl poc``."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -142,6 +142,29 @@ def a_pod(name: str, *, ready: bool = True, waiting: str = "", says: str = "") -
     }
 
 
+def an_own_pod(name: str, labels: dict[str, str], *, ready: bool = True) -> dict[str, Any]:
+    """Return a pod that no fleet has made, with these labels and a container of another name."""
+    pod = a_pod(name, ready=ready)
+    pod["metadata"]["labels"] = labels
+    pod["spec"]["containers"][0]["name"] = pod["status"]["containerStatuses"][0]["name"] = "kserve-container"
+    return pod
+
+
+def by_selector(*pods: dict[str, Any]) -> Callable[[Mapping[str, list[str]]], list[dict[str, Any]]]:
+    """Return what answers with those of these pods that have the labels that are asked for."""
+
+    def answer(query: Mapping[str, list[str]]) -> list[dict[str, Any]]:
+        wanted = dict(part.partition("=")[::2] for part in query.get("labelSelector", [""])[0].split(",") if part)
+        return [pod for pod in pods if all(_has(pod, key, value) for key, value in wanted.items())]
+
+    return answer
+
+
+def _has(pod: dict[str, Any], key: str, value: str) -> bool:
+    found = pod["metadata"]["labels"].get(key)
+    return found == value if value else found is not None
+
+
 def that_loads(name: str, *more: str) -> dict[str, Any]:
     """Return the answers of a cluster whose fleet has these pods, all of which load."""
     names = [name, *more]
@@ -222,6 +245,8 @@ def a_cluster() -> dict[str, Any]:
         f"{ROUNDS}/round-1": a_round(),
         FLEETS: [a_fleet()],
         f"{FLEETS}/demo": a_fleet(),
+        f"{API}/pocvalidations": [],
+        f"{API}/poccalibrations": [],
         PODS: [a_pod("demo-0"), a_pod("demo-1")],
         EVENTS: [an_event("WorkLost", "node 0 group 0: pod demo-0 is gone")],
         DEPLOYMENTS: [a_deployment("operator")],

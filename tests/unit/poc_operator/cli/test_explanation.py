@@ -14,7 +14,7 @@ from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.cli.explanation import Event, Evidence, account, explained, sentences
-from poc_operator.cli.next_steps import COMMANDS, Names
+from poc_operator.cli.next_steps import COMMANDS, COMMANDS_OF_SELECTORS, Names
 from poc_operator.cli.pod_metrics import Chat
 from poc_operator.observed import PodView
 from tests.unit.poc_operator.cli import seen
@@ -50,9 +50,29 @@ def test_a_reason_has_a_command_if_it_asks_something() -> None:
 CLUSTER_WIDE = ("kubectl get nodes ", "kubectl get crd ", "kubectl poc fleet presets")
 
 
-@pytest.mark.parametrize("command", sorted(set(COMMANDS.values())))
+@pytest.mark.parametrize("command", sorted({*COMMANDS.values(), *COMMANDS_OF_SELECTORS.values()}))
 def test_a_command_names_the_namespace_of_what_it_is_about(command: str) -> None:
     assert ("-n {namespace} " in command) != command.startswith(CLUSTER_WIDE)
+
+
+@pytest.mark.parametrize(
+    ("selector", "words"),
+    [
+        (None, "poc.gonka.ai/worker=true"),
+        ({"matchLabels": {"model": "m"}}, "model=m"),
+        ({"matchExpressions": [{"key": "model", "operator": "In", "values": ["m", "n"]}]}, "'model in (m,n)'"),
+    ],
+)
+def test_without_a_fleet_the_command_shows_what_the_selected_pods_serve(selector: Any, words: str) -> None:  # noqa: ANN401
+    body = seen.a_round(
+        conditions=[condition("Progressing", "False", "ModelMismatch", "they serve n")], state="Pending"
+    )
+    assert account(evidence(body)).next == ["kubectl -n poc get pocfleets -o wide"]
+    del body["spec"]["fleetRef"]
+    body["spec"] |= {"selector": selector} if selector else {}
+    (told,) = account(evidence(body)).next
+    assert told.startswith(f"kubectl -n poc get pods -l {words} -o 'custom-columns=NAME:.metadata.name,")
+    assert told.endswith("ARGS:.spec.containers[*].args'")
 
 
 def test_a_reason_of_another_version_is_told_as_it_is() -> None:

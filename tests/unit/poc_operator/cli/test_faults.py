@@ -27,6 +27,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.cli import preflight
 from poc_operator.cli.explanation import Evidence, account, sentences
+from poc_operator.cli.explanation import explained as explained_reason
 from poc_operator.cli.gateway_proxy import Forwarding, Place
 from poc_operator.cli.preflight import Check
 from poc_operator.clients.errors import PodError
@@ -335,3 +336,24 @@ def test_who_must_act_on_a_fault_is_called_within_three_minutes(name: str) -> No
     assert rule["labels"]["severity"] == "critical"
     assert fault.reason in rule["expr"]
     assert CASES[fault.alert].minutes <= AT_ONCE
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("private", ""), ("allow", "network.example.org")], ids=["private", "allow"]
+)
+async def test_an_address_that_the_gateway_does_not_send_to_leads_to_the_charts_value(setting: str, value: str) -> None:
+    """As the gateway tells it, and as the operator repeats it where the gateway may not be asked."""
+    url = f"http://127.0.0.1:{free_port()}"
+    async with Poster(settings(**{f"receiver_{setting}": value})) as poster:
+        reason = (await poster.post(url, "{}")).reason
+    told = explained(a_round(), forwarding=Forwarding(place=GATEWAY, receiver=url, backlog=300, last_error=reason))
+    assert f"  What to do: If results may be sent there, add the {_ADDED[setting]}" in "\n".join(told)
+    message = f"the receiver does not take results ({url}: {reason}); 300 results wait"
+    finding = explained_reason(Reason.RECEIVER_FAILING, message, Evidence(subject=a_round(), now=NOW))
+    assert finding.remedy == f"If results may be sent there, add the {_ADDED[setting]}"
+
+
+_ADDED = {
+    "private": "address's range to gateway.receivers.private of the chart's values.",
+    "allow": "host to gateway.receivers.allow of the chart's values.",
+}

@@ -220,3 +220,40 @@ def test_a_log_is_waited_for_only_so_long(run: Run, api: ApiPaths, monkeypatch: 
     api.held[log_of("demo-0")] = threading.Event()
     done = run("status")
     assert (done.code, "the API server does not answer" in done.out) == (0, True)
+
+
+def _that_loads_on_its_own(api: ApiPaths, **container: Any) -> None:  # noqa: ANN401 - of a pod's spec
+    """Lay down a pod of no fleet, behind a sidecar, whose server loads for a round that waits for it."""
+    pod, labels = seen.an_own_pod("own-0", {"model": "m"}, ready=False), {"matchLabels": {"model": "m"}}
+    pod["spec"]["containers"][0] |= container
+    pod["status"]["containerStatuses"][0]["started"] = "startupProbe" not in container
+    pod["spec"]["containers"].insert(0, {"name": "proxy"})
+    pod["status"]["conditions"][0]["reason"] = "ContainersNotReady"
+    waiting = seen.a_round(state="Pending", assignments=[])
+    waiting["spec"] = {key: value for key, value in waiting["spec"].items() if key != "fleetRef"} | {"selector": labels}
+    api.answers |= {
+        seen.FLEETS: [],
+        seen.ROUNDS: [waiting],
+        f"{seen.ROUNDS}/round-1": waiting,
+        seen.PODS: seen.by_selector(pod),
+        log_of("own-0"): SHARDS,
+    }
+
+
+def test_pods_of_no_fleet_show_what_they_do_too(run: Run, api: ApiPaths) -> None:
+    _that_loads_on_its_own(api)
+    assert "  Loading: reading weights 46 % (21 of 46 files)  " in run("status").out
+    asked = [one.query["container"] for one in api.asked if one.path == log_of("own-0")]
+    assert asked == [["kserve-container"]], "the one with the server's port"
+    told = run("explain", "round-1").out
+    assert "PodNotReady: Pod own-0 is Loading: reading weights 46 % (21 of 46 files)." in told
+    assert "  kubectl -n poc logs own-0 -c kserve-container --tail=50\n" in told
+
+
+def test_a_pod_of_no_fleet_loads_only_as_long_as_its_startup_probe_allows(run: Run, api: ApiPaths) -> None:
+    _that_loads_on_its_own(api, startupProbe={"periodSeconds": 10, "failureThreshold": 60})
+    assert "  Loading: reading weights 46 %" in run("status").out
+    api.asked.clear()
+    _that_loads_on_its_own(api, startupProbe={"periodSeconds": 1, "failureThreshold": 1})
+    assert "  ContainersNotReady  " in run("status").out
+    assert not [one for one in api.asked if one.path.endswith("/log")]

@@ -71,6 +71,24 @@ def test_the_plot_is_no_wider_than_a_terminal(count: int) -> None:
     assert "█" * (60 // count * count) in lines[1]
 
 
+@pytest.mark.parametrize(
+    ("counts", "more", "shown"),
+    [
+        ((0, 0, 5, 0, 7, 0), {}, ["5", "0", "7"]),
+        ((0, 5, 0), {}, ["5"]),
+        ((0, 5, 0), {"above": 2}, ["5", "0", "2"]),
+        ((0, 5, 0), {"below": 3}, ["3", "0", "5"]),
+        ((0, 0), {"above": 2}, ["2"]),
+        ((0, 0), {"counted": 4}, ["0"]),  # of an older gateway, which tells not what is below
+    ],
+)
+def test_a_histogram_has_no_empty_rows_at_its_ends(
+    counts: Sequence[int], more: dict[str, int], shown: list[str]
+) -> None:
+    told = seen.stored_results(counts)[SUMMARY]["histogram"] | {"counted": 9} | more
+    assert [line.split()[-1] for line in plots.histogram_lines(told)[1:]] == shown
+
+
 def test_the_answers_of_these_tests_are_those_of_the_gateway() -> None:
     Rates.model_validate(_told([1.0]))
     assert set(_told([1.0])) == set(Rates.model_fields)

@@ -46,17 +46,17 @@ def a_node(gpus: str, product: str | None) -> dict[str, Any]:
 
 
 def test_the_crds_of_this_version_are_right() -> None:
-    assert [preflight.crd(kind, crd(kind)).level for kind in KINDS] == [Level.OK] * 4
+    assert [preflight.crd(kind, crd(kind), "apply").level for kind in KINDS] == [Level.OK] * 4
 
 
 def test_a_crd_of_another_version_names_the_field() -> None:
     body = json.loads(json.dumps(crd(PoCFleet)))
     del body["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["healing"]
-    found = preflight.crd(PoCFleet, body)
+    found = preflight.crd(PoCFleet, body, "apply")
     assert (found.level, found.finding) == (Level.ERROR, "it is of another version: it has no field spec.healing")
-    assert preflight.crd(PoCFleet, None).level is Level.ERROR
+    assert preflight.crd(PoCFleet, None, "apply").level is Level.ERROR
     body["spec"]["versions"][0]["served"] = False
-    assert preflight.crd(PoCFleet, body).finding == "it does not serve v1alpha1"
+    assert preflight.crd(PoCFleet, body, "apply").finding == "it does not serve v1alpha1"
 
 
 @pytest.mark.parametrize(
@@ -215,6 +215,27 @@ def test_a_user_who_may_not_look_at_the_operator_is_told_what_to_do(run: Run, ap
     api.answers |= {seen.DEPLOYMENTS: (403, {"message": "no"}), EVERY_ROUND: [seen.a_round() | NEW]}
     (told,) = [one for one in json.loads(run("check", "-o", "json").out) if one["about"] == "round poc/new"]
     assert told["remedy"].endswith("kubectl -n NAMESPACE logs deployment/vllm-poc-operator --tail=50")
+
+
+@pytest.mark.parametrize(
+    ("operators", "remedy"),
+    [
+        ([], "install the chart vllm-poc-operator, which brings them"),
+        ((403, {"message": "no"}), "install the chart vllm-poc-operator, which brings them"),
+        ([seen.a_deployment("operator")], "apply the CRDs of this version: kubectl apply --server-side -f crds/"),
+    ],
+)
+def test_crds_are_applied_only_beside_a_chart(
+    run: Run,
+    api: ApiPaths,
+    operators: Any,  # noqa: ANN401
+    remedy: str,
+) -> None:
+    """Helm takes over no CRDs that somebody else has applied, so that the chart could not be installed any more."""
+    _whole(api)
+    api.answers |= {f"{CRDS}/pocrounds.poc.gonka.ai": (404, {}), seen.DEPLOYMENTS: operators}
+    (told,) = [one for one in json.loads(run("check", "-o", "json").out) if one["about"] == "CRD pocrounds"]
+    assert (told["finding"], told["remedy"].startswith(remedy)) == ("it is not installed", True), told
 
 
 @pytest.mark.parametrize("state", ["Complete", "Failed"])
