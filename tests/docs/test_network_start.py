@@ -2,6 +2,7 @@
 """From docker-compose: the network node takes both configs, and the second one leads to the gateway's ML node."""
 
 import json
+import re
 import shlex
 import ssl
 import subprocess
@@ -16,6 +17,8 @@ from poc_gateway.node_api.base_url import split
 from poc_operator.fleets.resolve import Preset, packaged
 from tests.docs.pages import SHELL, Block, blocks
 from tests.docs.schemas import values_errors
+from tests.unit.poc_gateway.node_api.cluster import running_world
+from tests.unit.poc_gateway.node_api.requests import INIT, error_of
 
 BEFORE, AFTER = "node-config.json before", "node-config.json after"
 #: Ways in which the network node names a place: it takes one of them, never both.
@@ -43,6 +46,14 @@ def test_each_config_names_the_place_in_one_way() -> None:
         assert [place for place in PLACES if place & set(node)] == [wanted]
         assert node["max_concurrent"] > 0
         assert node["models"]
+
+
+def test_the_answer_of_the_admin_port_has_the_names_and_numbers_of_the_page() -> None:
+    (answer,) = [json.loads(b.text) for b in _blocks() if b.language == "json" and b.title is None]
+    (ml_node,) = _file("operator-values.yaml")["gateway"]["mlNodes"]
+    assert [(one["node"]["id"], one["node"]["node_num"]) for one in answer] == [
+        (_node(BEFORE)["id"], ml_node["number"])
+    ]
 
 
 def test_the_rest_of_the_node_stays() -> None:
@@ -80,6 +91,29 @@ def test_results_may_go_to_the_callback_address() -> None:
     assert gateway["receivers"]["private"]
 
 
+def _rows(start: str) -> list[str]:
+    """The first cells of the page's tables that begin so."""
+    return re.findall(rf"^\| ({re.escape(start)}.+?) \|", _blocks()[0].page.read_text(), re.MULTILINE)
+
+
+async def test_each_refusal_of_a_round_has_a_row_of_its_own(tmp_path: Path) -> None:
+    """A wrong number, and callbacks that still have docker's name for the api container."""
+    gateway = _file("operator-values.yaml")["gateway"]
+    (ml_node,), (allowed,) = gateway["mlNodes"], gateway["receivers"]["allow"]
+    rows = [re.escape(row.partition(": `")[2].rstrip("`")).replace("…", ".+") for row in _rows("422 at")]
+    number, receiver = ml_node["number"], f"http://{allowed}:9100/v2/poc-batches/tiny"
+    docker = {"node_id": number, "url": receiver.replace(allowed, "api")}
+    also = {ml_node["name"]: {"number": number}}
+    path = f"{urlsplit(_node(AFTER)['base_url']).path}/api/v1/inference/pow/init/generate"
+    async with running_world(tmp_path, pods=0, also=also, POC_GATEWAY_RECEIVER_ALLOW=allowed) as world:
+        for wrong in ({"node_id": number + 1, "url": receiver}, docker):
+            error = error_of(await world.http.post(path, json=INIT | wrong), 422, "InvalidRequest")
+            assert [row for row in rows if re.search(row, error.detail)] == [rows.pop(0)]
+        assert rows == []
+        right = await world.http.post(path, json=INIT | {"node_id": number, "url": receiver})
+        assert right.status_code == 200
+
+
 def _host() -> str:
     return str(urlsplit(_node(AFTER)["base_url"]).hostname)
 
@@ -107,6 +141,8 @@ def test_a_certificate_by_hand_is_one_that_the_network_node_accepts(tmp_path: Pa
     curls = [dict(pairwise(words)) for words in _commands("curl") if words[-1].startswith("$BASE")]
     assert curls
     (trusted,) = {words["--cacert"] for words in curls}
+    # Without it, a refusal's detail is not shown.
+    assert all("--fail-with-body" in words for words in _commands("curl -sS"))
     (mount,) = _file("docker-compose.gateway.yml")["services"]["api"]["volumes"]
     source, target, _ = mount.split(":")
     assert Path(source) == Path(trusted)
@@ -131,6 +167,21 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> N
 def test_the_name_of_the_base_url_is_the_one_that_docker_compose_knows() -> None:
     (entry,) = _file("docker-compose.gateway.yml")["services"]["api"]["extra_hosts"]
     assert entry.split(":")[0] == _host()
+
+
+def test_the_steps_are_numbered_and_those_that_are_named_exist() -> None:
+    text = _blocks()[0].page.read_text()
+    steps = [int(number) for number in re.findall(r"^## (\d+)\. ", text, re.MULTILINE)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert {int(number) for number in re.findall(r"\bsteps? (\d+)", text)} <= set(steps)
+
+
+def test_the_weights_are_there_before_the_pod() -> None:
+    """So that GPUs which move are away for minutes."""
+    fleet = _file("fleet.yaml")
+    assert fleet["spec"]["cache"]["download"] is True
+    (scale,) = _commands("kubectl -n poc scale")
+    assert scale[-2:] == [f"pocfleet/{fleet['metadata']['name']}", f"--replicas={fleet['spec']['replicas']}"]
 
 
 def test_the_network_nodes_machine_needs_no_kubectl() -> None:
