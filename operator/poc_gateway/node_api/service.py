@@ -25,6 +25,7 @@ from poc_gateway.node_api.messages import NetworkGenerate, NetworkInit, NodeVers
 from poc_gateway.node_api.ml_nodes import MlNode, load_ml_nodes
 from poc_gateway.node_api.node_metrics import NodeMetrics
 from poc_gateway.node_api.pod_versions import common_schemes, plugin_release
+from poc_gateway.outbox.guard import RECEIVER_ALLOW
 from poc_gateway.settings import Settings
 from poc_gateway.store.database import Database
 from poc_operator.apis.v1alpha1.round import PoCRound
@@ -225,4 +226,4 @@ def _check_receiver(request: CallbackRequest, settings: Settings) -> None:
         raise field_refusal(field, "holds a user or a password, and results are sent without either: take them out")
     if host is not None and not any(fnmatchcase(host, pattern) for pattern in settings.receiver_allow):
         allowed = ", ".join(settings.receiver_allow)
-        raise field_refusal(field, f"callbacks to {host} are not allowed; POC_GATEWAY_RECEIVER_ALLOW allows {allowed}")
+        raise field_refusal(field, f"callbacks to {host} are not allowed; {RECEIVER_ALLOW} allows {allowed}")

@@ -19,6 +19,8 @@ from poc_gateway.settings import Settings
 #: Visible ASCII: anything else would have to be quoted first, and a line break would end the request's first line.
 _WRITTEN = re.compile(r"[!-~]+")
 _NAT64 = IPv6Network("64:ff9b::/96")
+#: What the setting is called for people: in the environment, and in the values of the chart.
+RECEIVER_ALLOW = "POC_GATEWAY_RECEIVER_ALLOW (in the chart gateway.receivers.allow)"
 
 #: Family, type, protocol, canonical name and socket address, as getaddrinfo returns them.
 AddressInfo = tuple[int | socket.AddressFamily, int | socket.SocketKind, int, str, tuple[Any, ...]]
@@ -53,7 +55,7 @@ class AddressGuard:
         if url.raw_user is not None or url.raw_password is not None:
             raise AddressRefused("the receiver's URL holds a user or a password: take them out")
         if not any(fnmatchcase(host.lower().rstrip("."), pattern) for pattern in self._allow):
-            raise AddressRefused(f"host {host} is not allowed as a receiver: add it to POC_GATEWAY_RECEIVER_ALLOW")
+            raise AddressRefused(f"host {host} is not allowed as a receiver: add it to {RECEIVER_ALLOW}")
         return url
 
     def open_socket(self, info: AddressInfo) -> socket.socket:
@@ -64,7 +66,7 @@ class AddressGuard:
             if not (_is_public(meant) or any(meant in network for network in self._private)):
                 raise AddressRefused(
                     f"{address} is not a public address: if results may be sent there, "
-                    "add its range to POC_GATEWAY_RECEIVER_PRIVATE"
+                    "add its range to POC_GATEWAY_RECEIVER_PRIVATE (in the chart gateway.receivers.private)"
                 )
         return socket.socket(family, kind, protocol)
 
