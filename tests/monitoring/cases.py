@@ -113,8 +113,16 @@ CASES: dict[str, Case] = {
         ],
     ),
     "PoCRoundFailed": Case(
-        [_operator("failed_rounds_total", _LATER, reason="BackoffLimitExceeded")],
-        [_operator("failed_rounds_total", "3x70", reason="BackoffLimitExceeded")],
+        [
+            _operator("failed_rounds_total", _LATER, reason="BackoffLimitExceeded"),
+            # An operator that came back and found a round whose time was over.
+            _operator("failed_rounds_total", "_x11 1x60", reason="PodsIdle"),
+        ],
+        [
+            _operator("failed_rounds_total", "0x70", reason="BackoffLimitExceeded"),
+            _operator("failed_rounds_total", _LATER, reason="DeadlineExceeded"),
+            _operator("failed_rounds_total", "_x11 1x60", reason="PodsBusy"),
+        ],
     ),
     "PoCWorkImpaired": Case(
         [_operator("degraded", _LATER, reason="SlotsWaiting")],

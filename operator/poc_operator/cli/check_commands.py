@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -189,7 +190,10 @@ def _fleets(cluster: Cluster) -> Iterator[Check]:
 
 def _own_pods(cluster: Cluster) -> list[PodView]:
     """Return the pods that may compute, of all namespaces, or of the user's where more may not be read."""
-    work = [one for kind in SELECTING for one in _everywhere(cluster, kind)[0]]
+    work = list[PoCRound | PoCValidation | PoCCalibration]()
+    for kind in SELECTING:
+        with suppress(Forbidden):  # it is told of where it is looked at by itself
+            work += _everywhere(cluster, kind)[0]
     try:
         bodies = worker_pods(cluster.items, None, work)
     except Forbidden:
@@ -255,7 +259,7 @@ def _forwarding(gateways: list[gateway_proxy.Gateway], found: PoCRound) -> gatew
     """Return what the gateway that has a round tells of it. One that gives no answer is asked no more."""
     for gateway in list(gateways):
         try:
-            told = gateway.forwarding(found.metadata.namespace, found.metadata.name)
+            told = gateway.forwarding(found.metadata.namespace, found.metadata.name, found.metadata.uid)
         except UserError:
             gateways.remove(gateway)
             continue

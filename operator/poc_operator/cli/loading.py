@@ -116,7 +116,9 @@ class Step(ApiModel):
 def loads(pod: PodView, now: datetime) -> bool:
     """Whether a pod of no fleet loads its model, by its container alone. Of pods of fleets the fleet's status tells."""
     until = pod.loads_until(pod.serving_port(DEFAULT_PORT), _LOADS_SECONDS)
-    return FLEET_LABEL not in pod.labels and until is not None and now < until
+    # Which container has vLLM is a guess: if any of them has ended, that is told.
+    is_whole = not any(one.ended for one in pod.containers)
+    return FLEET_LABEL not in pod.labels and is_whole and until is not None and now < until
 
 
 def server_name(pod: PodView) -> str:

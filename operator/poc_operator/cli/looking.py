@@ -245,7 +245,7 @@ def forwarding(cluster: Cluster, found: Subject, option: str | None) -> gateway_
         return None
     try:
         return gateway_proxy.find(cluster, option, GATEWAY_SECONDS).forwarding(
-            found.metadata.namespace, found.metadata.name
+            found.metadata.namespace, found.metadata.name, found.metadata.uid
         )
     except UserError:
         if option:

@@ -261,7 +261,10 @@ def own_pods(found: Sequence[PodView]) -> Check:
     if not found:
         return warning("fleets", "there is none", "create a PoCFleet, or label pods of your own")
     ready = sum(pod.ready for pod in found)
-    return ok("fleets", f"there is none, and {len(found)} pods of your own are labelled or selected, {ready} are ready")
+    told = f"there is none; pods of your own that are labelled or selected: {len(found)}, of which {ready} are ready"
+    if ready:
+        return ok("fleets", told)
+    return warning("fleets", told, f"kubectl -n {found[0].namespace} describe pod {found[0].name}")
 
 
 def _fleet(fleet: PoCFleet, operator_remedy: str) -> Check:

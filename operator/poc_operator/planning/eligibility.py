@@ -203,10 +203,12 @@ def named(pods: Sequence[PodT], detail: Callable[[PodT], str]) -> str:
 _MESSAGE = 120
 #: An address: up to the quote that ends it, or to white space. Punctuation at its end is the sentence's.
 _ADDRESS = re.compile(
-    r"""(?<=")([a-z][a-z0-9+.-]*://)([^"]*)()|([a-z][a-z0-9+.-]*://)([^\s"]*?)([:,.;]*(?=[\s"]|$))""", re.I
+    r"""(?<=")([a-z][a-z0-9+.-]*://)((?:\\.|[^"\\])*)()|([a-z][a-z0-9+.-]*://)([^\s"]*?)([:,.;]*(?=[\s"]|$))""", re.I
 )
 #: What proves who somebody is, where a message quotes a request.
-_CREDENTIALS = re.compile(r"\b(Basic|Bearer)\s+[^\s\",]+", re.I)
+_CREDENTIALS = re.compile(
+    r"""\b(?:(Authorization["':=\s]+\w+)["'\s]+[^\s",]+|(Basic|Bearer)["'\s]+(?=[^\s",]*[\d=])[^\s",]{16,})"""
+)
 _CRASHES = "CrashLoopBackOff"
 
 
@@ -221,7 +223,7 @@ def why_waiting(pod: PodView) -> str:
 
 def _shortened(message: str) -> str:
     """Return the end of a message in one line: what was being done is told first, and the cause last."""
-    line = _CREDENTIALS.sub(r"\1 …", _ADDRESS.sub(_public, " ".join(message.split())))
+    line = _CREDENTIALS.sub(r"\1\2 …", _ADDRESS.sub(_public, " ".join(message.split())))
     kept, *before = reversed("".join(filter(str.isprintable, line)).split(": "))
     for part in before:
         if len(part) + len(kept) + 2 > _MESSAGE:

@@ -156,7 +156,8 @@ def finish(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
 
 def _at_the_gateway(snapshot: RoundSnapshot) -> str:
     """Say what waited at the gateway when the round ended, if its receiver did not take it."""
-    told = snapshot.gateway.collected if snapshot.gateway is not None else None
+    gateway = snapshot.gateway
+    told = gateway.collected if gateway is not None and gateway.error is None else None
     if told is None or told.forwarding_error is None:
         return ""
     return f"at its end {told.waiting} results waited at the gateway for the receiver ({told.forwarding_error})"

@@ -222,6 +222,8 @@ def _receiver_failing(snapshot: RoundSnapshot, status: RoundStatus) -> Finding |
     told = gateway.collected if gateway is not None else None
     if gateway is None or told is None or told.forwarding_error is None or status.completion_time is not None:
         return None
+    if gateway.error is not None:  # what was told last may be over
+        return None
     if snapshot.seconds_since(gateway.failing_since) < FAILING_SECONDS:
         return None
     waiting = f"{told.waiting} results wait at the gateway"

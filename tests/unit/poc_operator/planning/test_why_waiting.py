@@ -86,6 +86,7 @@ def test_the_cause_is_told_in_few_words(reason: str, message: str, says: str) ->
         ("https://reg.example/v2#access_token=zz", "https://reg.example/v2"),
         ("https://reg.example/v2?a=b;Authorization: Bearer eyJh", "https://reg.example/v2"),
         ("docker://acme/vllm@sha256:0a1b", "docker://acme/vllm@sha256:0a1b"),
+        ('https://u:p\\"q@host/v2/', "https://host/v2/"),
     ],
 )
 def test_no_secret_of_an_address_is_told(address: str, says: str) -> None:
@@ -93,9 +94,19 @@ def test_no_secret_of_an_address_is_told(address: str, says: str) -> None:
     assert told == f'ErrImagePull: Get "{says}": no route to host'
 
 
-def test_no_credentials_are_told() -> None:
-    told = why_waiting(waiting("ErrImagePull", "refused: Authorization: Bearer eyJh.bGci: expired"))
-    assert told == "ErrImagePull: refused: Authorization: Bearer … expired"
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ("refused: Authorization: Bearer eyJh.bGci: expired", "refused: Authorization: Bearer … expired"),
+        ("Authorization: token ghp_x refused", "Authorization: token … refused"),
+        ("Basic dXNlcjpwYXNzd29yZDE= refused", "Basic … refused"),
+        ("no basic auth credentials", "no basic auth credentials"),
+        ("Bearer token expired", "Bearer token expired"),
+        ("Basic authentication required", "Basic authentication required"),
+    ],
+)
+def test_no_credentials_are_told_and_words_about_them_stay(message: str, says: str) -> None:
+    assert why_waiting(waiting("ErrImagePull", message)) == f"ErrImagePull: {says}"
 
 
 def test_what_init_containers_say_counts_first() -> None:

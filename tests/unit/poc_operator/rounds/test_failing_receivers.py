@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A round says itself that its receiver does not take results from the gateway."""
 
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -74,6 +75,13 @@ def test_a_round_that_ends_says_what_waited() -> None:
     assert degraded(step)[:2] == ("False", Reason.ALL_SLOTS_WORK)
     later = planned(step.status, report(8, None), 70)
     assert later.status == step.status
+
+
+def test_what_a_silent_gateway_told_before_is_not_told() -> None:
+    silent = replace(report(), error="no answer within 5 s")
+    assert degraded(planned(RUNNING, silent, 60))[1] != Reason.RECEIVER_FAILING
+    step = planned(a_status(OVER, stop_time=NOW, outcome=OUTCOME), silent, 5)
+    assert step.status.message == OUTCOME.message
 
 
 def test_a_round_whose_receiver_has_everything_says_nothing() -> None:
