@@ -96,8 +96,12 @@ def test_pods_of_ones_own_are_as_good_as_a_fleet(run: Run, api: ApiPaths, everyw
     api.answers |= {path: answer if everywhere else no for path, answer in kinds.items()}
     api.answers["/api/v1/pods"] = pods if everywhere else no
     (told,) = [one for one in _checks(run) if one["about"] == "fleets"]
-    finding = "there is none, and 5 pods of your own are labelled or selected, 4 are ready"
-    assert (told["level"], told["finding"]) == ("ok", finding)
+    told_of = "there is none; pods of your own that are labelled or selected"
+    assert (told["level"], told["finding"]) == ("ok", f"{told_of}: 5, of which 4 are ready")
+    unready = [seen.a_pod("own-9", ready=False)]
+    api.answers |= {"/api/v1/pods": unready, seen.PODS: unready}
+    (told,) = [one for one in _checks(run) if one["about"] == "fleets"]
+    assert (told["level"], told["remedy"]) == ("warning", "kubectl -n poc describe pod own-9")
     api.answers |= {"/api/v1/pods": [], seen.PODS: []}
     (told,) = [one for one in _checks(run) if one["about"] == "fleets"]
     assert (told["level"], told["finding"]) == ("warning", "there is none")
