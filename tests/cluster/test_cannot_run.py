@@ -67,7 +67,7 @@ def test_no_pod_answers_on_the_port(rounds: Rounds) -> None:
     rounds.apply("wrong-port", port=8001)
     message = rounds.wait_for_reason("wrong-port", "Progressing", "PodsUnreachable")
     assert message.startswith("no pod answers the operator on port 8001: demo-0")
-    assert message.endswith("check spec.port and that vLLM runs with --enable-poc")
+    assert message.endswith("that vLLM runs with --enable-poc, and that pods have the operator's token")
 
 
 def test_no_pod_matches(elsewhere: Rounds) -> None:
