@@ -19,7 +19,7 @@ from hack.deploy.releases import GATEWAY, OPERATOR, SYSTEM_NAMESPACE
 from hack.toolchain.common import UserError
 from tests.cluster.faulty import LABEL, NAMESPACE
 from tests.cluster.test_injected_faults import inject, make_rounds, remove
-from tests.monitoring.rendered import VALUES, ensure, one, promtool, render
+from tests.monitoring.rendered import ensure, judge, write_rules
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900, func_only=True)]
 
@@ -98,7 +98,7 @@ def folder(samples: Samples, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the chart's rules, and with what was scraped."""
     ensure()
     made = tmp_path_factory.mktemp("alerts")
-    (made / "rules.yaml").write_text(yaml.safe_dump(one(render(VALUES), "PrometheusRule")["spec"]))
+    write_rules(made)
     numbers = range(SECONDS // EVERY + 1)
     listed = [
         {"series": name, "values": " ".join(str(found.get(number, "_")) for number in numbers)}
@@ -118,6 +118,4 @@ def test_the_alert_fires_within_three_minutes(fault: str, folder: Path) -> None:
     check = {"expr": firing, "eval_time": f"{SECONDS}s", "exp_samples": [{"labels": "{}", "value": 1}]}
     series = yaml.safe_load((folder / "series.yaml").read_text())
     case = {"interval": f"{EVERY}s", "input_series": series, "promql_expr_test": [check]}
-    body = {"rule_files": ["rules.yaml"], "evaluation_interval": f"{EVERY}s", "tests": [case]}
-    (folder / "test.yaml").write_text(yaml.safe_dump(body))
-    assert "SUCCESS" in promtool(folder, "test", "rules", "test.yaml")
+    judge(folder, "test", [case])

@@ -44,6 +44,18 @@ def one(objects: list[dict[str, Any]], kind: str) -> Any:  # noqa: ANN401 - a Ku
     return found
 
 
+def write_rules(folder: Path) -> None:
+    """Write the chart's rules into a folder, as rules.yaml."""
+    (folder / "rules.yaml").write_text(yaml.safe_dump(one(render(VALUES), "PrometheusRule")["spec"]))
+
+
+def judge(folder: Path, name: str, tests: list[dict[str, Any]]) -> None:
+    """Let promtool judge tests of the rules in a folder, every 15 s; UserError with what it says if one fails."""
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "15s", "tests": tests}))
+    assert "SUCCESS" in promtool(folder, "test", "rules", file.name)
+
+
 def promtool(folder: Path, *words: str) -> str:
     """Run promtool in a folder; UserError with what it says if it fails."""
     return run([tool_path("promtool"), *words], limit=LIMIT, cwd=folder)

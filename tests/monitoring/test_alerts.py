@@ -11,7 +11,7 @@ from hack.generate.runbooks import rules
 from hack.toolchain.common import UserError
 from tests.docs.pages import ROOT
 from tests.monitoring.cases import CASES, Quiet, Series
-from tests.monitoring.rendered import RUNBOOKS, VALUES, ensure, one, promtool, render
+from tests.monitoring.rendered import RUNBOOKS, VALUES, ensure, judge, one, promtool, render, write_rules
 
 pytestmark = pytest.mark.timeout(300, func_only=True)
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the rules as rules.yaml."""
     ensure()
     found = tmp_path_factory.mktemp("alerts")
-    (found / "rules.yaml").write_text(yaml.safe_dump(one(render(VALUES), "PrometheusRule")["spec"]))
+    write_rules(found)
     return found
 
 
@@ -48,13 +48,6 @@ def _test(series: Series, *checks: dict[str, Any]) -> dict[str, Any]:
     return {"interval": "30s", "input_series": inputs, "promql_expr_test": list(checks)}
 
 
-def _judge(folder: Path, name: str, tests: list[dict[str, Any]]) -> None:
-    file = folder / f"{name}.yaml"
-    body = {"rule_files": ["rules.yaml"], "evaluation_interval": "15s", "tests": tests}
-    file.write_text(yaml.safe_dump(body))
-    assert "SUCCESS" in promtool(folder, "test", "rules", file.name)
-
-
 def test_the_rules_are_valid(folder: Path) -> None:
     assert f"SUCCESS: {len(CASES)} rules found" in promtool(folder, "check", "rules", "rules.yaml")
 
@@ -70,7 +63,7 @@ def test_an_alert_fires_for_its_fault_alone(alert: str, folder: Path) -> None:
         _test(series, _count(alert, 5, firing=False), _count(alert, case.minutes, firing=True)) for series in case.fires
     ]
     tests += [_test(series, _count(alert, case.minutes, firing=False)) for series in case.silent]
-    _judge(folder, alert, tests)
+    judge(folder, alert, tests)
 
 
 def test_a_critical_alert_fires_within_three_minutes() -> None:
@@ -81,7 +74,7 @@ def test_a_critical_alert_fires_within_three_minutes() -> None:
 def test_chat_that_holds_poc_back_is_silent(folder: Path) -> None:
     quiet = Quiet()
     others = "|".join(alert for alert in CASES if alert not in quiet.but)
-    _judge(folder, "chat", [_test(quiet.series, *(_count(others, at, firing=False) for at in (5, 15, 30)))])
+    judge(folder, "chat", [_test(quiet.series, *(_count(others, at, firing=False) for at in (5, 15, 30)))])
 
 
 def test_an_alert_leads_to_its_runbook(folder: Path) -> None:
@@ -106,7 +99,7 @@ def _expect(folder: Path, alert: str, series: Series, labels: dict[str, str], an
     }
     test = _test(series)
     test["alert_rule_test"] = [{"alertname": alert, "eval_time": "5m", "exp_alerts": [expected]}]
-    _judge(folder, f"texts of {alert}", [test])
+    judge(folder, f"texts of {alert}", [test])
 
 
 def test_an_alert_on_a_reason_leads_to_that_reason(folder: Path) -> None:

@@ -20,7 +20,7 @@ from poc_gateway.outbox.listing import Counts
 from poc_gateway.outbox.pace import public_url
 from poc_gateway.outbox.states import Event, State
 from poc_gateway.store.database import Database
-from poc_gateway.store.rounds import KnownRound, load, newest
+from poc_gateway.store.rounds import KnownRound, find
 from poc_gateway.store.schema import one_line
 from poc_operator.observed import Decision, RivalNonce, RivalPage
 from vllm_poc.wire.messages import Nonce
@@ -332,8 +332,8 @@ def _without_secrets(row: RowMapping) -> dict[str, Any]:
 
 
 def _found(connection: Connection, namespace: str, name: str, uid: str | None = None) -> KnownRound:
-    known = load(connection, uid) if uid is not None else newest(connection, namespace, name)
-    if known is None or (known.terms.namespace, known.terms.name) != (namespace, name):
+    known = find(connection, namespace, name, uid)
+    if known is None:
         raise _no_round(namespace, name)
     return known
 

@@ -33,7 +33,7 @@ from poc_gateway.query.messages import (
 )
 from poc_gateway.query.summary import draw, rates, summarise
 from poc_gateway.store.database import Database
-from poc_gateway.store.rounds import KnownRound, load, newest
+from poc_gateway.store.rounds import KnownRound, find
 from poc_operator.apis.v1alpha1.validation import Proof
 from poc_operator.observed import CollectedRound
 from vllm_poc.wire.messages import MAX_TEXT, Protocol
@@ -202,8 +202,8 @@ def _span(connection: Connection, namespace: str, name: str, query: ArtifactsQue
 
 
 def _find(connection: Connection, namespace: str, name: str, query: RoundQuery) -> KnownRound:
-    known = load(connection, query.uid) if query.uid is not None else newest(connection, namespace, name)
-    if known is None or (known.terms.namespace, known.terms.name) != (namespace, name):
+    known = find(connection, namespace, name, query.uid)
+    if known is None:
         raise _unknown(namespace, name, query)
     return known
 

@@ -181,6 +181,12 @@ def newest(connection: Connection, namespace: str, name: str) -> KnownRound | No
     return load(connection, uid) if uid is not None else None
 
 
+def find(connection: Connection, namespace: str, name: str, uid: str | None) -> KnownRound | None:
+    """Return the round of that name with the ``uid``, without one the newest; None if there is none."""
+    known = load(connection, uid) if uid is not None else newest(connection, namespace, name)
+    return known if known is not None and (known.terms.namespace, known.terms.name) == (namespace, name) else None
+
+
 def write_down(connection: Connection, round_: PoCRound) -> KnownRound:
     """Write a round and its slots down; its slots are fixed."""
     terms = RoundTerms.of(round_)

@@ -31,14 +31,19 @@ async def client(database: Database, outbox: Outbox) -> AsyncIterator[httpx.Asyn
         yield client
 
 
+async def failing(database: Database, outbox: Outbox, receiver: Receiver, path: str) -> None:
+    """Wait until the receiver has refused one of five results for good, and fails to take another."""
+    receiver.answer = lambda post: 400 if 1 in post.nonces else 500 if 3 in post.nonces else 200
+    round_id = await add_round(database, f"{receiver.url}{path}", node_count=1)
+    await store(database, round_id, range(5))
+    await until(lambda: (forwarder := outbox.forwarder(round_id)) is not None and forwarder.error is not None)
+
+
 async def test_forwarding_while_the_receiver_fails(
     database: Database, outbox: Outbox, receiver: Receiver, client: httpx.AsyncClient
 ) -> None:
-    receiver.answer = lambda post: 400 if 1 in post.nonces else 500 if 3 in post.nonces else 200
-    round_id = await add_round(database, f"{receiver.url}/a%252Fb", node_count=1)
-    await store(database, round_id, range(5))
     async with running(outbox):
-        await until(lambda: (forwarder := outbox.forwarder(round_id)) is not None and forwarder.error is not None)
+        await failing(database, outbox, receiver, "/a%252Fb")
         answer = (await client.get(f"{ROUND}/forwarding")).json()
     assert answer.pop("next_try_seconds") == pytest.approx(60, abs=31)
     assert answer == {
@@ -56,11 +61,8 @@ async def test_forwarding_while_the_receiver_fails(
 async def test_the_operator_is_told_why_the_receiver_does_not_take_results(
     database: Database, outbox: Outbox, receiver: Receiver, client: httpx.AsyncClient
 ) -> None:
-    receiver.answer = lambda post: 400 if 1 in post.nonces else 500 if 3 in post.nonces else 200
-    round_id = await add_round(database, f"{receiver.url}/a?token=secret", node_count=1)
-    await store(database, round_id, range(5))
     async with running(outbox):
-        await until(lambda: (forwarder := outbox.forwarder(round_id)) is not None and forwarder.error is not None)
+        await failing(database, outbox, receiver, "/a?token=secret")
         answer = (await client.get(f"{ROUND}/progress")).json()
         (listed,) = (await client.get("/rounds", params={"undelivered": "true"})).json()["rounds"]
     assert (answer["forwarding_error"], answer["waiting"]) == (f"{receiver.url}/a: HTTP 500", 3)
