@@ -326,7 +326,7 @@ def test_a_release_with_the_parser_elsewhere_is_refused_with_the_remedy() -> Non
 @pytest.mark.parametrize("words", [["start"], ["serve", "m", "--enable-poc", "--worker-extension-cls", "x.Y"]])
 def test_a_bad_command_line_exits_with_2(words: list[str]) -> None:
     argv = [sys.executable, "-m", "vllm_poc", *words]
-    done = subprocess.run(argv, env=command_environment(), capture_output=True, timeout=60 * PATIENCE, check=False)
+    done = subprocess.run(argv, env=command_environment(), capture_output=True, timeout=100 * PATIENCE, check=False)
     assert done.returncode == 2
     assert b"error: " in done.stderr
     assert b"Traceback" not in done.stderr
