@@ -90,6 +90,9 @@ CASES: dict[str, Case] = {
     "gateway.archive.afterSeconds": Case(600, _ARCHIVE),
     "gateway.networkService.type": Case("LoadBalancer"),
     "gateway.networkService.port": Case(8443),
+    "gateway.networkService.externalTrafficPolicy": Case(
+        "Local", {"gateway": {"networkService": {"type": "LoadBalancer"}}}
+    ),
     "gateway.networkService.annotations": Case(_NOTE),
     "gateway.tls.existingSecret": Case("certificate"),
     "gateway.httpRoute.enabled": Case(value=True, beside={"gateway": {"httpRoute": {"parentRefs": [{"name": "a"}]}}}),

@@ -82,7 +82,12 @@ ALL_VALUES: dict[Path, Values] = {
                 "existingSecret": "archive-credentials",
                 "afterSeconds": 600,
             },
-            "networkService": {"type": "LoadBalancer", "port": 8443, "annotations": {"example.org/lb": "internal"}},
+            "networkService": {
+                "type": "LoadBalancer",
+                "port": 8443,
+                "externalTrafficPolicy": "Local",
+                "annotations": {"example.org/lb": "internal"},
+            },
             "tls": {"existingSecret": "gateway-tls"},
             "httpRoute": {
                 "enabled": False,  # the API server does not know the kind

@@ -162,3 +162,8 @@ def test_values_of_an_installation_that_is_older_are_enough(kube: Kube) -> None:
 def test_sqlite_has_one_gateway(kube: Kube) -> None:
     with pytest.raises(UserError, match="replicas is 2, and SQLite has one gateway"):
         render(kube, OPERATOR_CHART, {"gateway": {"ingest": {"replicas": 2}}})
+
+
+def test_the_traffic_policy_of_a_service_inside_the_cluster_is_refused(kube: Kube) -> None:
+    with pytest.raises(UserError, match="set type to NodePort or LoadBalancer"):
+        render(kube, OPERATOR_CHART, {"gateway": {"networkService": {"externalTrafficPolicy": "Local"}}})
