@@ -47,9 +47,11 @@ test: ## Everything that this machine can prove
 	wait $$prepared; ended=$$?; trap - EXIT; cat build/prepare.log; test $$ended = 0 || exit $$ended; \
 	set -m; PATIENCE=3 nice -n 10 $(MAKE) --no-print-directory test-worker >build/test-worker.log 2>&1 </dev/null & set +m; \
 	worker=$$!; trap 'kill -- -$$worker 2>/dev/null' EXIT; \
-	PATIENCE=3 $(MAKE) --no-print-directory test-cluster; failed=$$?; \
+	PATIENCE=3 $(MAKE) --no-print-directory test-cluster 2>&1 | tee build/test-cluster.log; failed=$${PIPESTATUS[0]}; \
 	echo 'What the tests of the worker beside these say:'; \
-	wait $$worker; ended=$$?; trap - EXIT; cat build/test-worker.log; test $$failed = 0 || exit $$failed; exit $$ended
+	wait $$worker; ended=$$?; trap - EXIT; cat build/test-worker.log; \
+	test $$failed = 0 || { echo 'The tests on the cluster failed. The end of what they said:'; tail -n 50 build/test-cluster.log; exit $$failed; }; \
+	exit $$ended
 
 .PHONY: prepare
 prepare: ## Build and download what a cluster needs; `make test` does it beside tests that need no cluster
