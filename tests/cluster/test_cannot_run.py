@@ -83,7 +83,7 @@ def test_no_pod_is_ready(elsewhere: Rounds, stuck_pod: str) -> None:
     elsewhere.apply("waiting", selector={"matchLabels": STUCK})
     elsewhere.wait_for_reason("waiting", "Progressing", "NoPodReady")
     why = f'ErrImageNeverPull: Container image "{NO_IMAGE}" is not present with pull policy of Never'
-    says = f"waiting for one of 1 pods to become ready: {stuck_pod} ({why})"
+    says = f"waiting for the pod to become ready: {stuck_pod} ({why})"
     elsewhere.wait_until("waiting", lambda found: found.status.message == says)
 
 

@@ -65,10 +65,10 @@ FAULTS = {
     "sick GPU vectors": Fault(
         explain("fleet/sick"), f"sick-{SICK} (32 of 32 nonces differ", "Compare their fingerprints"
     ),
-    "hung engine": Fault(explain("hung"), "1 slots get nothing done, the first: pod hung ", "Look at that pod's log"),
+    "hung engine": Fault(explain("hung"), "1 slot gets nothing done, the first: pod hung ", "Look at that pod's log"),
     "crash loop": Fault(explain("fleet/crashing"), faulty.CRASH, "at the pod's log"),
     "poison round": Fault(
-        explain("poisonous"), "1 slots were given up, the first: pod poisonous ", "Find out why pods restart"
+        explain("poisonous"), "1 slot was given up, the first: pod poisonous ", "Find out why pods restart"
     ),
     "missing PVC": Fault(
         explain("fleet/claimless"),

@@ -24,6 +24,7 @@ from poc_operator.apis.v1alpha1.calibration import (
     PoCCalibration,
 )
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.schema import number_of
 from poc_operator.apis.v1alpha1.status import Outcome, SlotState
 from poc_operator.planning.conditions import given_up, set_conditions
 from poc_operator.planning.eligibility import Finding
@@ -216,8 +217,8 @@ def tell(snapshot: CalibrationSnapshot, step: CalibrationStep) -> CalibrationSte
     status = step.status
     findings = list[Finding]()
     if status.not_computed:
-        findings.append((Reason.RESULTS_REJECTED, f"{status.not_computed} nonces had no finite result"))
-    if (lost := given_up(status, "samples")) is not None:
+        findings.append((Reason.RESULTS_REJECTED, f"{number_of(status.not_computed, 'nonce')} had no finite result"))
+    if (lost := given_up(status, "sample")) is not None:
         findings.append(lost)
     if status.target is not None and not status.target.agrees:
         theory = f"by theory rTarget {status.target.r_target} makes {status.target.theory_rate} valid"

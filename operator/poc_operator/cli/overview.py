@@ -10,7 +10,7 @@ from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_upkeep import FleetPod, Stage
 from poc_operator.apis.v1alpha1.meta import FLEET_LABEL
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
-from poc_operator.apis.v1alpha1.schema import ApiModel
+from poc_operator.apis.v1alpha1.schema import ApiModel, number_of
 from poc_operator.apis.v1alpha1.status import SlotState, State
 from poc_operator.cli.loading import LogEnd, Step, loads, step_of
 from poc_operator.cli.pod_metrics import Chat, PodKey, held_share, pace
@@ -285,7 +285,8 @@ def _pod(pod: PodView, told: FleetPod | None, work: Mapping[tuple[str, str | Non
 def _notes(seen: Seen) -> list[str]:
     silent = [(name, chat.error) for (_, name), chat in seen.chat.items() if chat.error]
     unread = [(name, log.error) for (_, name), log in seen.logs.items() if log.error]
-    texts = {"pods did not tell of chat": silent, "logs of pods that load could not be read": unread}
+    logs = number_of(len(unread), "log of a pod that loads", "logs of pods that load")
+    texts = {f"{number_of(len(silent), 'pod')} did not tell of chat": silent, f"{logs} could not be read": unread}
     away = [f"{seen.operator}: states and rates are those of before"] if seen.operator else []
     away += seen.unread
-    return away + [f"{len(one)} {text}, the first: {': '.join(one[0])}" for text, one in texts.items() if one]
+    return away + [f"{text}, the first: {': '.join(one[0])}" for text, one in texts.items() if one]

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType
 from poc_operator.apis.v1alpha1.meta import Resource
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.apis.v1alpha1.schema import shorten
+from poc_operator.apis.v1alpha1.schema import number_of, shorten
 from poc_operator.clients.kube.objects import ObjectStore
 from poc_operator.controller.actions import Emit
 from poc_operator.controller.logs import ObjectLogger, ObjectRef
@@ -104,8 +104,9 @@ class FailureBackoff:
 
 def pods_left(left: int) -> WorkEvent:
     """Return the Event for a deleted object that is released while pods may compute for it."""
+    pods = number_of(left, "pod has", "pods have")
     message = (
-        f"the object is deleted although {left} pods have not confirmed that they stopped: look whether they answer; "
+        f"the object is deleted although {pods} not confirmed the stop: look whether they answer; "
         "the operator stops those that come back"
     )
     return WorkEvent(reason=Reason.PODS_LEFT, message=message, warning=True)

@@ -11,6 +11,7 @@ from poc_operator.apis.v1alpha1.fleet import PoCFleet
 from poc_operator.apis.v1alpha1.fleet_update import UpdatePhase, UpdateStatus
 from poc_operator.apis.v1alpha1.fleet_upkeep import Download, DownloadState
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.schema import number_of
 from poc_operator.fleets.download import PORT as DOWNLOAD_PORT
 from poc_operator.fleets.download import waits_for
 from poc_operator.fleets.healing import Finding
@@ -205,12 +206,12 @@ def _waits_for(seen: PodCounts) -> str | None:
     """Say what the fleet waits for until all of its replicas are ready; None if they are."""
     pods, wanted, ready = seen.pods, seen.replicas, seen.ready
     if len(pods) > wanted:
-        return f"{len(pods) - wanted} pods are to go"
+        return number_of(len(pods) - wanted, "pod is to go", "pods are to go")
     if ready == wanted:
         # Until then it is not known which revision is the newest.
         return None if seen.observed else "Kubernetes has yet to see the StatefulSet as it is"
     waiting = [pod for pod in pods if not pod.ready]
     missing = wanted - len(pods)
-    texts = [f"{missing} pods are to be created"] if missing else []
+    texts = [number_of(missing, "pod is to be created", "pods are to be created")] if missing else []
     texts += [stages_of(waiting, seen.port)] if waiting else []
     return f"{ready} of {wanted} replicas are ready: {', '.join(texts)}"

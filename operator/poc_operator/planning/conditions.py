@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType, merge_conditions
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.apis.v1alpha1.schema import MESSAGE_BYTES, shorten
+from poc_operator.apis.v1alpha1.schema import MESSAGE_BYTES, number_of, shorten
 from poc_operator.apis.v1alpha1.status import Result, Share, SlotState, State, WorkStatus
 from poc_operator.planning.eligibility import Finding, incompatibility, unfit_revisions
 from poc_operator.planning.snapshot import Snapshot, Step, Work, WorkEvent
@@ -108,18 +108,19 @@ def _progressing(snapshot: Snapshot[Work], status: WorkStatus, pace: str, blocke
         return False, Reason.SUSPENDED, "spec.suspend is true; set it to false to go on"
     if status.stop_time is not None:
         left = sum(share.state.active for share in status.shares)
-        return True, Reason.STOPPING, f"waiting for {left} pods to deliver their results and stop"
+        return True, Reason.STOPPING, f"waiting for {number_of(left, 'pod')} to deliver all results and stop"
     if any(share.state is SlotState.RUNNING for share in status.shares):
         return True, Reason.RUNNING, pace
     return (False, *blocked) if blocked is not None else waits_for(snapshot)
 
 
 def given_up(status: WorkStatus, what: str) -> Finding | None:
-    """Return the finding that slots or samples, as ``what`` names them, were given up; None if none was."""
+    """Return the finding that some slots or samples, as ``what`` names one, were given up; None if none was."""
     failed = [share for share in status.shares if share.state is SlotState.FAILED]
     if not failed:
         return None
-    return Reason.SLOTS_FAILED, f"{len(failed)} {what} were given up, the first: {failed[0].error}"
+    count = number_of(len(failed), f"{what} was", f"{what}s were")
+    return Reason.SLOTS_FAILED, f"{count} given up, the first: {failed[0].error}"
 
 
 def _degraded(findings: Sequence[Finding]) -> Verdict:
@@ -155,12 +156,12 @@ def first_few(texts: Sequence[str]) -> str:
 SILENT = "nothing is known of"
 
 
-def tell_pods(snapshot: Snapshot[Work], shares: Iterable[Share], does: str) -> str:
-    """Say how many pods of the ``shares`` are at work, each of which ``does`` it, and of which nothing is known."""
+def tell_pods(snapshot: Snapshot[Work], shares: Iterable[Share], what: str = "") -> str:
+    """Say how many pods of the ``shares`` compute ``what``, and of which nothing is known."""
     pods = {share.uid: share for share in shares}.values()
     # They may compute on, or have restarted.
     silent = [share for share in pods if snapshot.report_of(share).status is None]
-    told = f"{len(pods) - len(silent)} pods {does}"
+    told = " ".join(filter(None, [number_of(len(pods) - len(silent), "pod computes", "pods compute"), what]))
     if not silent:
         return told
     causes = [f"{share.pod} ({snapshot.report_of(share).error or 'it has no address'})" for share in silent]

@@ -165,7 +165,7 @@ def count_samples(snapshot: Snapshot[NamedNonces], step: StepT) -> StepT:
 def pace(snapshot: Snapshot[NamedNonces], step: Step[Any]) -> str:
     """Say how the work gets on."""
     samples: Sequence[AnySample] = step.status.samples
-    pods = tell_pods(snapshot, (sample for sample in samples if sample.state.active), "compute")
+    pods = tell_pods(snapshot, (sample for sample in samples if sample.state.active))
     return f"{pods}; {step.status.checked} of {sum(sample.count for sample in samples)} nonces are done"
 
 

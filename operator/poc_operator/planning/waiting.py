@@ -53,7 +53,8 @@ def _no_pod_ready(snapshot: Snapshot[Work]) -> Wait | None:
     if any(pod.ready for pod in pods):
         return None
     waiting = named(pods, lambda pod: why_not_ready(snapshot, pod))
-    return False, Reason.NO_POD_READY, f"waiting for one of {len(pods)} pods to become ready: {waiting}"
+    pod = "the pod" if len(pods) == 1 else f"one of {len(pods)} pods"
+    return False, Reason.NO_POD_READY, f"waiting for {pod} to become ready: {waiting}"
 
 
 def _no_pod_answers(snapshot: Snapshot[Work]) -> Wait | None:

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, CrossCheck, CrossCheckStatus, Deviation, RoundSpec
+from poc_operator.apis.v1alpha1.schema import number_of
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import Answer, PodReport
 from poc_operator.planning.snapshot import AskPod, WorkEvent, by_number, named_nonces
@@ -159,6 +160,6 @@ def alike(one: Sequence[float] | None, other: Sequence[float] | None, limit: flo
 
 def describe(check: CrossCheckStatus) -> str:
     """Say which pods differ."""
-    pods = ", ".join(f"{found.pod} ({found.mismatches} nonces)" for found in check.deviating[:3])
+    pods = ", ".join(f"{found.pod} ({number_of(found.mismatches, 'nonce')})" for found in check.deviating[:3])
     more = check.deviating_pods - 3
     return f"{pods}{f' and {more} more' if more > 0 else ''} of {check.compared} pods computed something else than most"

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import MAX_SLOTS, MAX_WAITS, Assignment, RoundStatus
+from poc_operator.apis.v1alpha1.schema import number_of
 from poc_operator.apis.v1alpha1.status import Outcome, SlotState
 from poc_operator.planning import lifecycle
 from poc_operator.planning.conditions import first_few
@@ -149,7 +150,8 @@ def finish(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     undelivered = sum(slot.next - slot.delivered for slot in status.assignments)
     if undelivered and _gateway_may_know_more(snapshot, status):
         return step
-    lost = f"{undelivered} computed nonces were not delivered" if undelivered else ""
+    count = number_of(undelivered, "computed nonce was", "computed nonces were")
+    lost = f"{count} not delivered" if undelivered else ""
     message = "; ".join(filter(None, (status.outcome.message, lost, _at_the_gateway(snapshot), _without_pods(status))))
     return close(snapshot, step.extended(outcome=status.outcome.model_copy(update={"message": message})))
 

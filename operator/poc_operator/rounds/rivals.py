@@ -11,6 +11,7 @@ from datetime import timedelta
 
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import RivalCheckStatus, RivalDecision, RoundSpec, RoundStatus
+from poc_operator.apis.v1alpha1.schema import number_of
 from poc_operator.observed import Decision, PodView, RivalNonce, RivalResult, Truth
 from poc_operator.planning.snapshot import AskPod, DecideRivals, WorkEvent, named_nonces
 from poc_operator.rounds.cross_check import PATIENCE, alike, max_difference, may_be_asked, values_of, vector_of
@@ -102,7 +103,7 @@ def _judge(snapshot: RoundSnapshot, step: RoundStep, check: RivalCheckStatus) ->
     ended = {"pending": False, "nonces": [], "answered": bool(decisions), "decisions": decisions}
     judged = check.model_copy(update=ended)
     liars = _liars(rivals, decisions)
-    named = ", ".join(f"pod {pod} ({count} nonces)" for pod, count in liars.most_common(3))
+    named = ", ".join(f"pod {pod} ({number_of(count, 'nonce')})" for pod, count in liars.most_common(3))
     message = f"{named} delivered what pod {check.pod} computes otherwise"
     events = [WorkEvent(reason=Reason.RESULTS_FORGED, message=message, warning=True)] if liars else []
     return _tell(snapshot, step.extended(rivals=judged, events=events), judged)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus, Totals
+from poc_operator.apis.v1alpha1.schema import number_of
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.observed import CollectedSlot, is_container_session
 from poc_operator.planning import lifecycle
@@ -32,7 +33,7 @@ def note_times(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     ran = {(slot.node, slot.group) for slot in before if slot.state is SlotState.RUNNING}
     begins = any((slot.node, slot.group) not in ran for slot in running)
     works = gets_on or begins or not all(is_doubted(slot) or waits_for_more(snapshot, slot) for slot in running)
-    extent = f"{len(slots)} slots of {step.status.slots}"
+    extent = f"{len(slots)} of {number_of(step.status.slots, 'slot')}"
     return lifecycle.note_times(snapshot, step, started=bool(running), works=works, extent=extent)
 
 
@@ -81,9 +82,11 @@ def tell(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
 
 def _pace(snapshot: RoundSnapshot, status: RoundStatus) -> str:
     running = [slot for slot in status.assignments if slot.state is SlotState.RUNNING]
-    pace = tell_pods(snapshot, running, f"compute {status.totals.rate} nonces/s")
+    pace = tell_pods(snapshot, running, f"{status.totals.rate} nonces/s")
     spare = len(free_pods(snapshot, status.assignments))
-    return f"{pace}; {spare} more have no slot (the {status.slots} slots are fixed at the start)" if spare else pace
+    return (
+        f"{pace}; {spare} more without a slot (their number is fixed at the start: {status.slots})" if spare else pace
+    )
 
 
 #: A receiver that has accepted nothing from a pod for so long is told of. What is shorter passes by itself, such as the
@@ -94,7 +97,7 @@ UNKNOWN = "(unknown)"
 
 
 def _failed(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
-    return given_up(status, "slots")
+    return given_up(status, "slot")
 
 
 def _stalled(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
@@ -103,7 +106,7 @@ def _stalled(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
         return None
     first = stalled[0]
     why = first.error or f"pod {first.pod} stalled, was told to start again, and has made no progress since"
-    return Reason.SLOTS_STALLED, f"{len(stalled)} slots get nothing done, the first: {why}"
+    return Reason.SLOTS_STALLED, f"{number_of(len(stalled), 'slot gets', 'slots get')} nothing done, the first: {why}"
 
 
 def _is_hung(slot: Assignment) -> bool:
@@ -130,7 +133,8 @@ def _leaving(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:
     when = " when its pod has ended" if ending else ""
     limit = f" by {end:%Y-%m-%dT%H:%M:%SZ} at the latest" if end is not None else ""
     which = f"; the first moves on{when}{',' if when and limit else ''}{limit}" if when or limit else ", the first"
-    return Reason.SLOTS_LEAVING, f"{len(leaving)} slots wait for their pods to stop{which}: {first.error}"
+    waiting = number_of(len(leaving), "slot waits for its pod", "slots wait for their pods")
+    return Reason.SLOTS_LEAVING, f"{waiting} to stop{which}: {first.error}"
 
 
 def _pods_left(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
@@ -268,7 +272,7 @@ def _undelivered(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None
     if not missing or is_closing or any(slot.state.active for slot in status.assignments):
         return None
     receiver = "spec.callbackURL" if snapshot.gateway is None else "the gateway"
-    message = f"{missing} computed nonces were not delivered to {receiver}"
+    message = f"{number_of(missing, 'computed nonce was', 'computed nonces were')} not delivered to {receiver}"
     # The last that is heard of it: nobody asks the pods of a round that is over.
     told = [snapshot.report_of(slot).status for slot in status.assignments if slot.next > slot.delivered]
     errors = [one.delivery_error for one in told if one is not None and one.round_id == snapshot.round.id]
@@ -277,8 +281,9 @@ def _undelivered(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None
 
 
 def _rejected(_: RoundSnapshot, status: RoundStatus) -> Finding | None:
-    rejected = status.totals.rejected
-    return (Reason.RESULTS_REJECTED, f"{rejected} nonces had no finite result or were refused") if rejected else None
+    if not (rejected := status.totals.rejected):
+        return None
+    return Reason.RESULTS_REJECTED, f"{number_of(rejected, 'nonce')} rejected: without a finite result, or refused"
 
 
 def _waiting(snapshot: RoundSnapshot, status: RoundStatus) -> Finding | None:

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from poc_operator.apis.v1alpha1.fields import Decode
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.apis.v1alpha1.schema import number_of
 from poc_operator.apis.v1alpha1.status import Outcome, SlotState
 from poc_operator.apis.v1alpha1.validation import (
     MAX_NAMED_MISMATCHES,
@@ -257,9 +258,9 @@ def tell(snapshot: ValidationSnapshot, step: ValidationStep) -> ValidationStep:
     blocked = (Reason.PROOFS_UNAVAILABLE, snapshot.proofs) if isinstance(snapshot.proofs, str) else None
     findings = list[Finding]()
     if step.status.not_computed:
-        message = f"{step.status.not_computed} nonces had no finite result and are left out"
+        message = f"{number_of(step.status.not_computed, 'nonce')} left out: without a finite result"
         findings.append((Reason.RESULTS_REJECTED, message))
-    if (lost := given_up(step.status, "samples")) is not None:
+    if (lost := given_up(step.status, "sample")) is not None:
         findings.append(lost)
     return set_conditions(snapshot, step, pace=pace(snapshot, step), findings=findings, blocked=blocked)
 

@@ -150,6 +150,11 @@ MESSAGE_BYTES = 512
 ERROR_BYTES = 200
 
 
+def number_of(count: int, one: str, many: str = "") -> str:
+    """Return how many there are: "1 pod", "2 pods". ``many`` is the plural, by default ``one`` with an s."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
 def shorten(text: str, limit: int = MESSAGE_BYTES) -> str:
     """Return the text, cut with an ellipsis where it exceeds ``limit`` bytes of UTF-8."""
     encoded = text.encode(errors="replace")

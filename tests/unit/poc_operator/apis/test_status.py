@@ -9,7 +9,7 @@ import pytest
 from poc_operator.apis.v1alpha1.conditions import Condition, ConditionType, OtherCondition, merge_conditions
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import Assignment, PoCRound, RoundStatus
-from poc_operator.apis.v1alpha1.schema import ERROR_BYTES, MESSAGE_BYTES
+from poc_operator.apis.v1alpha1.schema import ERROR_BYTES, MESSAGE_BYTES, number_of
 from poc_operator.apis.v1alpha1.status import MAX_ERRORS, Outcome, Result, SlotState, State
 from poc_operator.apis.v1alpha1.validation import Sample, ValidationStatus
 from poc_operator.clients.kube.objects import merge_patch
@@ -158,3 +158,17 @@ def test_an_object_without_a_status_is_new() -> None:
     }
     found = PoCRound.parse({"apiVersion": "poc.gonka.ai/v1alpha1", "metadata": metadata, "spec": spec})
     assert (found.id, found.status) == ("u", RoundStatus())
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "told"),
+    [
+        (0, ("pod",), "0 pods"),
+        (1, ("pod",), "1 pod"),
+        (2, ("pod",), "2 pods"),
+        (1, ("slot gets", "slots get"), "1 slot gets"),
+        (3, ("slot gets", "slots get"), "3 slots get"),
+    ],
+)
+def test_messages_count_as_people_do(count: int, words: tuple[str, ...], told: str) -> None:
+    assert number_of(count, *words) == told

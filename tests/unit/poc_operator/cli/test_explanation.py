@@ -81,7 +81,9 @@ def test_a_reason_of_another_version_is_told_as_it_is() -> None:
 
 
 def test_all_reasons_of_a_degraded_round_are_told() -> None:
-    degraded = condition("Degraded", "True", "SlotsFailed", "1 slots were given up; 1 slots have no pod: demo-1")
+    degraded = condition(
+        "Degraded", "True", "SlotsFailed", "1 slot was given up; 1 of 2 slots wait for a free pod: demo-1"
+    )
     body = seen.a_round(conditions=[degraded], degraded="SlotsFailed,SlotsWaiting")
     assert reasons(evidence(body)) == ["SlotsFailed", "SlotsWaiting"]
 
@@ -94,7 +96,7 @@ def test_a_round_that_is_well_has_no_finding_and_is_watched() -> None:
 
 
 def test_pods_that_give_no_answer_are_a_finding() -> None:
-    message = "1 pods compute 5 nonces/s; nothing is known of demo-1 (send the token)"
+    message = "1 pod computes 5 nonces/s; nothing is known of demo-1 (send the token)"
     (finding,) = account(evidence(seen.a_round(message=message))).findings
     assert (finding.reason, finding.seen) == ("PodsSilent", "Nothing is known of demo-1 (send the token).")
     assert not account(evidence(seen.a_round(state="Complete", message=message))).findings
@@ -112,7 +114,7 @@ def test_a_finished_round_is_told_by_its_outcome_alone() -> None:
 
 def test_the_command_is_about_the_pod_that_the_message_names() -> None:
     stalled = condition(
-        "Degraded", "True", "SlotsStalled", "1 slots get nothing done, the first: pod demo-11 is silent"
+        "Degraded", "True", "SlotsStalled", "1 slot gets nothing done, the first: pod demo-11 is silent"
     )
     pods = [PodView.parse(seen.a_pod(name)) for name in ("demo-0", "demo-1", "demo-11")]
     told = account(evidence(seen.a_round(conditions=[stalled], degraded="SlotsStalled"), pods=pods))

@@ -289,7 +289,7 @@ FAULTS = {
     "crash loop": Fault(
         crash_loop, "No supported config format found in org/modell", "logs demo-0", "PoCFleetDegraded"
     ),
-    "poison round": Fault(poison_round, "slots were given up", "Find out why pods restart", "PoCRoundFailed"),
+    "poison round": Fault(poison_round, "slot was given up", "Find out why pods restart", "PoCRoundFailed"),
     "missing PVC": Fault(missing_claim, 'persistentvolumeclaim "weights" not found', "create it, or", "PoCRoundsIdle"),
     "missing PVC of a fleet": Fault(
         missing_claim_of_a_fleet,

@@ -57,7 +57,7 @@ def test_status_for_programs_has_the_same(run: Run) -> None:
 def test_status_says_which_pods_could_not_be_asked(run: Run, api: ApiPaths) -> None:
     api.answers[f"{seen.PODS}/demo-0:8000/proxy/metrics"] = (403, {"message": "no pods/proxy for you"})
     done = run("status")
-    assert "note: 1 pods did not tell of chat, the first: demo-0" in done.out
+    assert "note: 1 pod did not tell of chat, the first: demo-0" in done.out
     assert "no pods/proxy for you" in done.out
     api.asked.clear()
     assert "note" not in run("status", "--no-chat").out

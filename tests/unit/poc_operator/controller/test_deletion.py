@@ -252,7 +252,7 @@ async def test_nothing_holds_a_deleted_round_for_ever(trouble: str, monkeypatch:
         assert store.reads == reads
     left = [event for event in events if event.reason == "PodsLeft"]
     assert [event.warning for event in left] == [True]
-    assert left[0].message.startswith("the object is deleted although 1 pods have not confirmed that they stopped")
+    assert left[0].message.startswith("the object is deleted although 1 pod has not confirmed the stop")
 
 
 async def test_who_is_not_waited_for_any_longer_is_told() -> None:

@@ -46,7 +46,7 @@ class Written:
 
 def counted(count: int, **slot: Any) -> RoundStatus:  # noqa: ANN401
     """A status in which the slot has delivered ``count`` nonces."""
-    message = f"1 pods compute {count} nonces/s"
+    message = f"1 pod computes {count} nonces/s"
     totals = Totals(checked=count, delivered=count)
     return a_status(a_slot(next=count, delivered=count, **slot), totals=totals, message=message)
 

@@ -157,7 +157,7 @@ def test_pods_that_load() -> None:
     step = look(a_fleet(replicas=3), stored(a_fleet(replicas=3)), [a_pod(0), a_pod(1, ready=False)])
     status = step.status
     assert (status.replicas, status.ready_replicas, status.ready) == (2, 1, "1/3")
-    assert status.message == "1 of 3 replicas are ready: 1 pods are to be created, demo-1 (Pending)"
+    assert status.message == "1 of 3 replicas are ready: 1 pod is to be created, demo-1 (Pending)"
     assert conditions(step) == {"Ready": "False", "Progressing": "True", "Degraded": "False", "Stalled": "False"}
 
 
@@ -286,7 +286,7 @@ def test_a_revision_that_is_not_known_yet_is_waited_for() -> None:
 def test_scaled_to_nothing_is_ready() -> None:
     assert conditions(look(a_fleet(replicas=0), stored(a_fleet(replicas=0))))["Ready"] == "True"
     leaving = look(a_fleet(replicas=0), stored(a_fleet(replicas=0)), [a_pod(0)])
-    assert leaving.status.message == "1 pods are to go"
+    assert leaving.status.message == "1 pod is to go"
 
 
 def test_pods_of_an_old_revision_serve_on() -> None:

@@ -108,7 +108,7 @@ def test_all_that_is_wrong_is_told() -> None:
     degraded = next(found for found in status.own_conditions if found.type == ConditionType.DEGRADED)
     assert status.degraded.split(",")[:3] == ["SlotsFailed", "ResultsConflict", "GatewayUnreachable"]
     assert degraded.reason == Reason.SLOTS_FAILED
-    for part in ("1 slots were given up", "results came twice", "no answer within 5 s"):
+    for part in ("1 slot was given up", "results came twice", "no answer within 5 s"):
         assert part in degraded.message
 
 
@@ -129,5 +129,5 @@ def test_the_beginning_of_each_finding_is_told_however_long_the_others_are() -> 
     status = rounds.plan(look(a_round(a_status(*slots), stop=None), (a_pod("b"), None))).status
     degraded = next(found for found in status.own_conditions if found.type == ConditionType.DEGRADED)
     assert len(degraded.message.encode()) <= MESSAGE_BYTES
-    for part in ("1 slots were given up", "1 slots get nothing done", "1 of 3 slots wait for a free pod"):
+    for part in ("1 slot was given up", "1 slot gets nothing done", "1 of 3 slots wait for a free pod"):
         assert part in degraded.message

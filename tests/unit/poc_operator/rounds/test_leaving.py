@@ -71,7 +71,7 @@ def test_a_pod_that_leaves_keeps_its_slot_and_is_told_to_stop(way: str, slot: As
     assert told(step) == [(StopPod, "a")]
     assert condition(step.status, "Degraded") == (
         "SlotsLeaving",
-        "1 slots wait for their pods to stop; the first moves on"
+        "1 slot waits for its pod to stop; the first moves on"
         f"{MOVES_ON[way]} by 2026-01-01T12:16:40Z at the latest: {WAYS[way]}",
     )
 

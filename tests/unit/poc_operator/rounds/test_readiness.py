@@ -93,7 +93,7 @@ def test_a_round_that_waits_for_its_first_pod_says_that_it_loads() -> None:
     status = plan(look(a_round(), (loading(), None), after=120)).status
     assert condition(status, "Progressing")[1:] == (
         "NoPodReady",
-        "waiting for one of 1 pods to become ready: a (loading for 120 s of at most 3600 s)",
+        "waiting for the pod to become ready: a (loading for 120 s of at most 3600 s)",
     )
 
 
@@ -230,7 +230,7 @@ def test_a_pod_that_does_not_answer_is_not_told_to_compute() -> None:
     round_ = a_round(a_status(RUNNING, a_slot("b", group=1)), stop=None)
     computes = says(GENERATING, next_index=10, delivered_index=8, delivered_valid=3, rate_per_second=5.0)
     status = plan(look(round_, (a_pod("a"), computes), (a_pod("b"), replace(REFUSED, silent_seconds=8)))).status
-    told = "1 pods compute 5.0 nonces/s; nothing is known of b (Cannot connect to host)"
+    told = "1 pod computes 5.0 nonces/s; nothing is known of b (Cannot connect to host)"
     assert condition(status, "Progressing") == ("True", "Running", told)
 
 

@@ -104,9 +104,9 @@ def test_a_pod_that_may_not_take_part_decides_nothing() -> None:
 @pytest.mark.parametrize(
     ("stored", "other", "truth", "conflict", "alike", "liars"),
     [
-        (HONEST, LIE, Truth.STORED, None, [], "pod a (1 nonces)"),
-        (LIE, HONEST, Truth.OTHER, 7, [], "pod gone (1 nonces)"),
-        (0.3, LIE, Truth.NEITHER, None, [], "pod a (1 nonces), pod gone (1 nonces)"),
+        (HONEST, LIE, Truth.STORED, None, [], "pod a (1 nonce)"),
+        (LIE, HONEST, Truth.OTHER, 7, [], "pod gone (1 nonce)"),
+        (0.3, LIE, Truth.NEITHER, None, [], "pod a (1 nonce), pod gone (1 nonce)"),
         (HONEST, HONEST + 0.001, Truth.STORED, None, [7], None),
     ],
 )

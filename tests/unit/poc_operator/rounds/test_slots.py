@@ -58,7 +58,7 @@ def test_the_number_of_groups_can_be_fixed() -> None:
 def test_pods_without_a_slot_are_told_of() -> None:
     status = a_status(a_slot("a"))
     step = plan(look(a_round(status), (a_pod("a"), says(PowState.GENERATING)), (a_pod("b"), says())))
-    assert step.status.message.endswith("; 1 more have no slot (the 1 slots are fixed at the start)")
+    assert step.status.message.endswith("; 1 more without a slot (their number is fixed at the start: 1)")
 
 
 def test_slots_never_change_when_pods_come() -> None:

@@ -134,7 +134,7 @@ def test_a_pod_that_does_not_answer_is_not_told_to_compute() -> None:
     reports = [("a", says()), ("b", says())]
     for told in (
         "2 pods compute; 0 of 250 nonces are done",
-        "1 pods compute; nothing is known of b (refused); 0 of 250 nonces are done",
+        "1 pod computes; nothing is known of b (refused); 0 of 250 nonces are done",
     ):
         status = plan(seen(validation, *reports)).status
         progressing = next(one for one in status.own_conditions if one.type == "Progressing")
