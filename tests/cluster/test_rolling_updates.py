@@ -191,7 +191,8 @@ async def test_no_round_loses_a_slot_or_nonce_while_pods_are_replaced(
     update = {"maxUnavailable": most}
     async with simulation(cluster, tmp_path, selfCheck={"enabled": False}, update=update) as made:
         await until(lambda: status_of(cluster, NAME), lambda found: found.get("update", {}).get("goodRevision"))
-        assert len(made.kubelet.pods) == PODS
+        # Pods are ready for the API server a moment before the last of them serves.
+        await until(lambda: len(made.kubelet.pods), lambda serving: serving == PODS)
         first = {session.pod for session in made.kubelet.sessions}
         counting = asyncio.create_task(count_serving(made))
         began, updates = monotonic(), 0
