@@ -54,7 +54,9 @@ class Fault:
 
 FAULTS = {
     "wrong token": Fault(
-        explain("refused"), "refused (send the token of VLLM_POC_TOKEN", "operator and pods have the same token"
+        explain("refused"),
+        "refused (HTTP 401: send the token of VLLM_POC_TOKEN",
+        "operator and pods have the same token",
     ),
     "full disk": Fault(CHECK, f"gateway {NAMESPACE}/{faulty.GATEWAY} disk: it is full", "enlarge its volume"),
     "receiver away": Fault(

@@ -18,14 +18,15 @@ from poc_operator.apis.v1alpha1.status import State
 from poc_operator.apis.v1alpha1.validation import PoCValidation
 from poc_operator.cli.gateway_proxy import Forwarding
 from poc_operator.cli.loading import LogEnd, last_line, server_name, step_of
-from poc_operator.cli.next_steps import Names, address_remedy, command, receiver_remedy, results_command
+from poc_operator.cli.next_steps import Names, command, receiver_remedy, results_command, special_remedy
 from poc_operator.cli.output import age, number, period
 from poc_operator.cli.overview import goal
 from poc_operator.cli.pod_metrics import Chat, PodKey
 from poc_operator.cli.redaction import Redactor
 from poc_operator.observed import PodView
-from poc_operator.planning.conditions import SILENT
+from poc_operator.planning.conditions import SILENT, first_few
 from poc_operator.planning.eligibility import why_waiting
+from poc_operator.rounds.end import worked_seconds
 
 Work = PoCRound | PoCValidation | PoCCalibration
 Subject = Work | PoCFleet
@@ -114,7 +115,8 @@ class Account(ApiModel):
 
 def account(found: Evidence) -> Account:
     """Explain an object."""
-    findings = [*_around(found), *_of_conditions(found), *_of_fleet(found), *_of_pods(found), *_of_chat(found)]
+    findings = [*_around(found), *_of_conditions(found), *lost(found)]
+    findings += [*_of_fleet(found), *_of_pods(found), *_of_chat(found)]
     now = list(_of_gateway(found))  # newer than what the conditions have of the same
     findings = [one for one in findings if one.reason not in {each.reason for each in now}] + now
     commands = list(dict.fromkeys(finding.command for finding in findings if finding.command))
@@ -257,7 +259,7 @@ def explained(reason: str, message: str, found: Evidence) -> Finding:
         reason=reason,
         seen=_sentence(message),
         meaning=texts.meaning,
-        remedy=(address_remedy(message) if known is Reason.RECEIVER_FAILING else "") or texts.remedy or "",
+        remedy=special_remedy(known, message) or texts.remedy or "",
         command=_command(found, known, message),
     )
 
@@ -291,6 +293,34 @@ def _pod_name(found: Evidence, message: str) -> str:
     named = [name for name in names if name in message]
     unready = [pod.name for pod in found.pods if not pod.ready]
     return next(iter([*named, *unready, *(pod.name for pod in found.pods)]), _POD)
+
+
+def lost(found: Evidence) -> Iterable[Finding]:
+    """What a round lacks although it is complete: any result, or pods for a tenth of its time and more."""
+    subject = found.subject
+    if not isinstance(subject, PoCRound) or subject.status.state is not State.COMPLETE:
+        return
+    status = subject.status
+    if status.start_time is None:  # its author has ended it before
+        return
+    if not status.totals.delivered:
+        yield Finding(
+            reason="NoResults",
+            seen="No result was delivered.",
+            meaning="A round is complete when its `stop` is reached, whatever its pods have computed until then.",
+            remedy="Look at the last warnings and at the pods' logs, and create another round.",
+            command=_command(found, Reason.PODS_UNREACHABLE),
+        )
+    seconds = worked_seconds(status)
+    waits = [one for one in status.slot_waits if 10 * one.seconds >= seconds]
+    if waits:
+        named = first_few([f"node {one.node} group {one.group} ({one.seconds} s)" for one in waits])
+        yield Finding(
+            reason=Reason.SLOTS_WAITING,
+            seen=f"Slots had no pod for a part of the {seconds} s: {named}.",
+            meaning="Nothing of a slot is computed meanwhile.",
+            remedy="Replace pods between rounds; a PoCFleet does so by itself.",
+        )
 
 
 def _of_fleet(found: Evidence) -> Iterable[Finding]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from poc_operator.apis.v1alpha1.reasons import Reason
+from poc_operator.planning.waiting import UNAUTHORIZED_EVERYWHERE
 
 _DESCRIBE_POD = "kubectl -n {namespace} describe pod {pod}"
 _LOG = "kubectl -n {namespace} logs {pod} --tail=50"
@@ -112,6 +113,12 @@ _ADDRESS_REMEDIES = (
         "If results may be sent there, add the host to gateway.receivers.allow of the chart's values.",
     ),
 )
+#: What to do where pods answer, and refuse the token.
+_UNAUTHORIZED = (
+    "See that operator and pods have the same token. The operator sends that of the Secret which `auth.existingSecret` "
+    "of the chart names, in the namespace of the pods. Pods with `VLLM_POC_TOKEN` read theirs only when they start: "
+    "restart them after a change."
+)
 #: What to do about an error of a receiver, by what its text has: the first that fits.
 _RECEIVER_REMEDIES = (
     *_ADDRESS_REMEDIES,
@@ -136,9 +143,11 @@ def receiver_remedy(error: str) -> str:
     return next(remedy for part, remedy in _RECEIVER_REMEDIES if part in error)
 
 
-def address_remedy(error: str) -> str:
-    """Return what to do about an address to which the gateway does not send; empty if the error is another."""
-    return next((remedy for part, remedy in _ADDRESS_REMEDIES if part in error), "")
+def special_remedy(reason: Reason, message: str) -> str:
+    """Return what to do where the message of a condition tells more than its reason; empty where it does not."""
+    if reason is Reason.RECEIVER_FAILING:
+        return next((remedy for part, remedy in _ADDRESS_REMEDIES if part in message), "")
+    return _UNAUTHORIZED if reason is Reason.PODS_UNREACHABLE and UNAUTHORIZED_EVERYWHERE in message else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.schema import ApiModel, aliases
 from poc_operator.cli.cluster import Object
-from poc_operator.cli.explanation import Evidence, Finding, account, undelivered, waiting_results
+from poc_operator.cli.explanation import Evidence, Finding, account, lost, undelivered, waiting_results
 from poc_operator.cli.gateway_proxy import Forwarding
 from poc_operator.cli.next_steps import Names, check_command
 from poc_operator.observed import PodView
@@ -315,8 +315,9 @@ def unfinished_round(found: Evidence, operator_remedy: str) -> list[Check]:
 
 
 def finished_round(found: Evidence) -> list[Check]:
-    """Check that no result of a round that is over still waits for its receiver."""
-    return _told_of(found, undelivered(found))
+    """Check that a round that is over has results, and that none of them still waits for its receiver."""
+    without = [finding for finding in lost(found) if finding.reason != Reason.SLOTS_WAITING]
+    return _told_of(found, [*without, *undelivered(found)])
 
 
 def deleted_round(told: Forwarding, namespace: str, name: str, gateway: str | None) -> list[Check]:
@@ -344,12 +345,19 @@ def _told_of(found: Evidence, wrong: Iterable[Finding]) -> list[Check]:
     return [
         Check(
             about=f"round {meta.namespace}/{meta.name}",
-            level=Level.WARNING if finding.reason in PASSING else Level.ERROR,
+            level=_level(found, finding),
             finding=f"{finding.reason}: {finding.seen}",
             remedy=f"{finding.remedy}{look if finding.command != here else ''}",
         )
         for finding in wrong
     ]
+
+
+def _level(found: Evidence, finding: Finding) -> Level:
+    # A fleet has no pods while it downloads its model. Labels do not come by themselves.
+    subject = found.subject
+    stays = finding.reason == Reason.NO_MATCHING_PODS and isinstance(subject, PoCRound) and not subject.spec.fleet_ref
+    return Level.WARNING if finding.reason in PASSING and not stays else Level.ERROR
 
 
 def fleet_claims(fleet: PoCFleet) -> list[str]:

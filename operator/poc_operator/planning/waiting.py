@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import PoCRound
-from poc_operator.observed import PodView
+from poc_operator.observed import UNAUTHORIZED, PodView
 from poc_operator.planning.eligibility import (
     busy_pods,
     busy_with,
@@ -21,6 +21,9 @@ from poc_operator.planning.queue import first_in_line, in_turn
 from poc_operator.planning.snapshot import OtherRound, Snapshot, Work
 
 Wait = tuple[bool, Reason, str]
+
+#: What the message says where the pods answer, and do not take the operator's token.
+UNAUTHORIZED_EVERYWHERE = "every ready pod refuses the operator's token"
 
 Rule = Callable[[Snapshot[Work]], Wait | None]
 
@@ -62,6 +65,8 @@ def _no_pod_answers(snapshot: Snapshot[Work]) -> Wait | None:
         return None
     ready = [pod for pod in snapshot.live_pods if pod.ready]
     errors = named(ready, lambda pod: _error(snapshot, pod))
+    if all(_error(snapshot, pod).startswith(UNAUTHORIZED) for pod in ready):
+        return False, Reason.PODS_UNREACHABLE, f"{UNAUTHORIZED_EVERYWHERE}: {errors}"
     return (
         False,
         Reason.PODS_UNREACHABLE,

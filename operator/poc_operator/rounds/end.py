@@ -9,7 +9,7 @@ from datetime import timedelta
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import MAX_SLOTS, MAX_WAITS, Assignment, RoundStatus
 from poc_operator.apis.v1alpha1.schema import number_of
-from poc_operator.apis.v1alpha1.status import Outcome, SlotState
+from poc_operator.apis.v1alpha1.status import Outcome, Result, SlotState
 from poc_operator.planning import lifecycle
 from poc_operator.planning.conditions import first_few
 from poc_operator.planning.lifecycle import LIMITS, EndRule, close, complete, end_by, failed
@@ -152,8 +152,14 @@ def finish(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
         return step
     count = number_of(undelivered, "computed nonce was", "computed nonces were")
     lost = f"{count} not delivered" if undelivered else ""
+    if status.outcome.type is Result.COMPLETE and status.start_time and not any(map(_has_results, status.assignments)):
+        lost = lost or "no result was delivered"
     message = "; ".join(filter(None, (status.outcome.message, lost, _at_the_gateway(snapshot), _without_pods(status))))
     return close(snapshot, step.extended(outcome=status.outcome.model_copy(update={"message": message})))
+
+
+def _has_results(slot: Assignment) -> bool:
+    return slot.delivered > 0
 
 
 def _at_the_gateway(snapshot: RoundSnapshot) -> str:

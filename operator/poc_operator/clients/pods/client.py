@@ -14,6 +14,7 @@ from poc_operator.clients.errors import NotAPodOfOurs, PodBusy, PodError, PodRef
 from poc_operator.clients.http import read_bounded
 from poc_operator.clients.pods import reference_pods
 from poc_operator.clients.pods.reference_pods import Command, PodVersions, Status
+from poc_operator.observed import UNAUTHORIZED
 from vllm_poc.wire.answers import ErrorResponse, GpusResponse
 from vllm_poc.wire.generate import GeneratedResponse, GenerateRequest, ValidatedResponse
 from vllm_poc.wire.messages import API_PREFIX, MAX_TEXT, ExtendRequest, InitGenerateRequest, LeaseRenewal
@@ -244,7 +245,8 @@ def _error(status: int, body: bytes) -> PodError:
         return reference_pods.refusal(status, body) or NotAPodOfOurs(f"HTTP {status}{_excerpt(body)}")
     if answer.reason == "RoundConflict":
         return PodBusy(answer.reason, answer.detail)
-    return PodRefused(answer.reason, answer.detail)
+    prefix = f"{UNAUTHORIZED}: " if status == HTTPStatus.UNAUTHORIZED else ""
+    return PodRefused(answer.reason, f"{prefix}{answer.detail}")
 
 
 #: So many characters of an answer that nobody expected are told.

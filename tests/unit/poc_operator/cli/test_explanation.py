@@ -102,6 +102,30 @@ def test_pods_that_give_no_answer_are_a_finding() -> None:
     assert not account(evidence(seen.a_round(state="Complete", message=message))).findings
 
 
+NOTHING = {"checked": 0, "delivered": 0, "valid": 0, "rate": "0.0"}
+
+
+@pytest.mark.parametrize(
+    ("state", "totals", "seconds", "told"),
+    [
+        ("Complete", NOTHING, 0, ["NoResults"]),
+        ("Complete", NOTHING, 13, ["NoResults", "SlotsWaiting"]),
+        ("Complete", {"delivered": 400}, 6, ["SlotsWaiting"]),
+        ("Complete", {"delivered": 400}, 5, []),
+        ("Running", NOTHING, 13, []),
+    ],
+)
+def test_what_a_complete_round_lacks_is_told(state: str, totals: dict[str, Any], seconds: int, told: list[str]) -> None:
+    """It has run for a minute; of the time that its slots had no pod, a tenth and more counts."""
+    body = seen.a_round(state=state, stopTime=NOW.isoformat(), slotWaits=[{"node": 0, "group": 0, "seconds": seconds}])
+    body["status"]["totals"] |= totals
+    found = evidence(body)
+    assert reasons(found) == told
+    assert ("Nothing is wrong." in sentences(account(found))) == (not told)
+    waited = [finding.seen for finding in account(found).findings if finding.reason == "SlotsWaiting"]
+    assert waited in ([], [f"Slots had no pod for a part of the 60 s: node 0 group 0 ({seconds} s)."])
+
+
 def test_a_finished_round_is_told_by_its_outcome_alone() -> None:
     conditions = [
         condition("Failed", "True", "DeadlineExceeded", "activeDeadlineSeconds of 60 are over"),

@@ -266,7 +266,9 @@ async def slow_api_server(_: Path) -> Told:
 
 
 FAULTS = {
-    "wrong token": Fault(wrong_token, "send the token of VLLM_POC_TOKEN", "have the same token", "PoCRoundsIdle"),
+    "wrong token": Fault(
+        wrong_token, "refuses the operator's token: a (HTTP 401: send", "restart them after", "PoCRoundsIdle"
+    ),
     "full disk": Fault(
         full_disk, "The disk of the gateway poc-system/gateway is full", "Enlarge", "PoCGatewayDiskFull"
     ),

@@ -86,6 +86,14 @@ def test_undelivered_results_are_told() -> None:
     assert "4 computed nonces were not delivered" in status.message
 
 
+@pytest.mark.parametrize(("delivered", "message"), [(0, "; no result was delivered"), (100, "")])
+def test_a_round_without_any_result_says_so(delivered: int, message: str) -> None:
+    slot = a_slot(state=SlotState.DONE, next=delivered, delivered=delivered, valid=delivered)
+    stopping = a_status(slot, stop_time=NOW, outcome=_outcome())
+    status = plan(look(a_round(stopping), (a_pod("a"), says(STOPPED)), after=60)).status
+    assert (status.state, status.message) == (State.COMPLETE, f"{_outcome()['message']}{message}")
+
+
 def test_what_a_pod_that_cannot_resume_drops_at_its_stop_is_no_warning() -> None:
     """Such a pod never sends its last results: that is expected, and every round of theirs would end with it."""
     slot = a_slot(state=SlotState.DONE, next=104, delivered=100, valid=100, session="containerd://a#0")
@@ -110,7 +118,7 @@ def test_work_that_is_repeated_is_no_rate(next_index: int, rate: str) -> None:
     assert plan(seen).status.totals.rate == rate
 
 
-def _outcome() -> object:
+def _outcome() -> dict[str, str]:
     return {"type": "Complete", "reason": "Completed", "message": "enough"}
 
 
