@@ -205,4 +205,4 @@ def test_the_monitor_of_llm_d_is_told_the_name_of_the_port() -> None:
 def test_the_round_names_pods_of_a_snippet() -> None:
     spec = yaml.safe_load(_block("round.yaml").text)["spec"]
     ((key, value),) = spec["selector"]["matchLabels"].items()
-    assert (f"{key}: {value}", spec["port"]) in _rows().values()
+    assert (f'{key}: "{value}"', spec["port"]) == _rows()["Deployment"]

@@ -261,8 +261,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.REQUEST_REFUSED: Explanation(
         "Accepted, Progressing=False",
         "The pods refused the start for another reason, such as a callback host that is not allowed.",
-        "The message has their words. A callback host is allowed by `callbackAllow` of the fleet, or by "
-        "`VLLM_POC_CALLBACK_ALLOW` of other pods.",
+        "Allow a callback host by `callbackAllow` of the fleet, or `VLLM_POC_CALLBACK_ALLOW` of other pods.",
         _ROUND,
     ),
     Reason.PROOFS_UNAVAILABLE: Explanation(
