@@ -230,8 +230,8 @@ def network_access(tokens: Sequence[SecretStr]) -> Authorize:
         if not wanted or _has_bearer(scope, wanted):
             return None
         detail = (
-            "Authorization: send the header with Bearer and the ML node's token, or the value of "
-            "POC_GATEWAY_NETWORK_TOKEN if it has none of its own"
+            "Authorization: send the header with Bearer and the ML node's token, or POC_GATEWAY_NETWORK_TOKEN if it "
+            "has none of its own: in the chart's Secret RELEASE-gateway-tokens that is the key network-token"
         )
         return _unauthorized(detail, "Bearer")
 

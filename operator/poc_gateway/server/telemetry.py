@@ -195,7 +195,8 @@ class Telemetry:
         requests.inc()
         seconds.observe(answered - begin)
         if self._log.wants(record.status):
-            peer = scope["client"][0] if scope["client"] else ""
+            # A socket for IPv6 tells of IPv4 so, which network policies and people do not know.
+            peer = scope["client"][0].removeprefix("::ffff:") if scope["client"] else ""
             self._log.add(Request(self._port, method, record, perf_counter() - begin, peer, request_id))
 
 

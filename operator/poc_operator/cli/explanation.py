@@ -407,11 +407,12 @@ def undelivered(found: Evidence) -> Iterable[Finding]:
 
 def waiting_results(told: Forwarding, names: Names) -> Iterable[Finding]:
     """What a gateway tells of results that wait for a receiver, if it does not take them."""
+    soon = f" in {told.next_try_seconds:.0f} s" if told.next_try_seconds else ""
     if told.backlog and told.last_error:
         yield Finding(
             reason=Reason.RECEIVER_FAILING,
             seen=f"The receiver {told.receiver} does not take results: {told.last_error.rstrip('.')}.",
-            meaning=f"{number(told.backlog)} results wait at the gateway, which tries again by itself.",
+            meaning=f"{number(told.backlog)} results wait at the gateway, which tries again by itself{soon}.",
             remedy=receiver_remedy(told.last_error),
             command=results_command(names),
         )

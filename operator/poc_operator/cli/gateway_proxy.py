@@ -52,6 +52,7 @@ class Forwarding:
 
     ``knows_round`` says whether results of the round were delivered to it. ``backlog`` results are still to be sent to
     ``receiver``. ``last_error`` says why it did not take the last ones; empty while it does.
+    ``next_try_seconds`` is when the gateway tries again; 0 if that is not known.
     """
 
     place: Place
@@ -60,6 +61,7 @@ class Forwarding:
     receiver: str = ""
     backlog: int = 0
     last_error: str = ""
+    next_try_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,7 @@ class Gateway:
             receiver=str(told["receiver"] or ""),
             backlog=int(told["backlog"]),
             last_error=str(told["last_error"] or ""),
+            next_try_seconds=float(told.get("next_try_seconds") or 0),
         )
 
     def undelivered(self, namespace: str | None, limit: int) -> list[tuple[str, str, str]]:

@@ -133,6 +133,11 @@ _RECEIVER_REMEDIES = (
     ("HTTP 3", "Make a new round with the callbackURL to which the receiver redirects."),
     ("HTTP 4", "Look at the receiver's log: it runs, and refuses what it gets."),
     ("Secret ", "Correct the Secret of callbackSecretRef."),
+    (
+        "Name or service not known",
+        "The cluster's DNS does not know this name: use the IP address in the callback URL, and in "
+        "gateway.receivers.allow of the chart's values.",
+    ),
     ("HTTP 5", "Look at the receiver's log: it runs, and fails."),
     ("", "Look whether the receiver runs at this address, and whether a NetworkPolicy or a firewall is in the way."),
 )

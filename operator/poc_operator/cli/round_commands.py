@@ -241,7 +241,9 @@ def result_lines(found: Mapping[str, Any], rates: plots.Told | str) -> list[str]
 
 def _told(forwarding: Mapping[str, Any]) -> list[tuple[str, Any]]:
     wanted = ("receiver", "backlog", "expired", "abandoned", "last_error")
-    return [(key, forwarding[key]) for key in wanted if forwarding.get(key)]
+    told = [(key, forwarding[key]) for key in wanted if forwarding.get(key)]
+    waits = forwarding.get("backlog") and forwarding.get("last_error") and forwarding.get("next_try_seconds")
+    return [*told, ("next try", f"in {waits:.0f} s")] if waits else told
 
 
 @app.command()

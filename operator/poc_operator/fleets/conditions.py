@@ -77,7 +77,8 @@ class Verdict:
     def of_pods(cls, seen: PodCounts, update: UpdateStatus) -> Self:
         """Return what holds of the fleet's pods."""
         empty = "spec.replicas is 0: raise it to have pods"
-        fine = (Reason.ALL_REPLICAS_READY, f"all {seen.replicas} replicas are ready" if seen.replicas else empty)
+        every = "the replica is ready" if seen.replicas == 1 else f"all {seen.replicas} replicas are ready"
+        fine = (Reason.ALL_REPLICAS_READY, every if seen.replicas else empty)
         waits = _waits_for(seen)
         if waits is not None:
             failing = [pod for pod in seen.pods if cannot_run(pod)]

@@ -403,7 +403,7 @@ def _without_old_pods(view: _View) -> UpdateStep:
         status = status.model_copy(update={"good_revision": seen.newest, "failed": view.other_failures})
     elif not seen.replicas and old.good_revision not in ("", seen.newest):
         status = status.model_copy(update={"digest": old.digest})  # it is to prove itself once there are pods
-    done = WorkEvent(reason=Reason.UPDATE_COMPLETE, message=f"all {seen.replicas} pods have revision {seen.newest}")
+    done = WorkEvent(reason=Reason.UPDATE_COMPLETE, message=f"all pods have revision {seen.newest}")
     return UpdateStep(status=status, events=[*told, done] if running else [])
 
 

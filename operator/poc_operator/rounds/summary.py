@@ -33,7 +33,8 @@ def note_times(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     ran = {(slot.node, slot.group) for slot in before if slot.state is SlotState.RUNNING}
     begins = any((slot.node, slot.group) not in ran for slot in running)
     works = gets_on or begins or not all(is_doubted(slot) or waits_for_more(snapshot, slot) for slot in running)
-    extent = f"{len(slots)} of {number_of(step.status.slots, 'slot')}"
+    others = step.status.slots - len(slots)
+    extent = number_of(len(slots), "slot") + (f"; other clusters have {others}" if others > 0 else "")
     return lifecycle.note_times(snapshot, step, started=bool(running), works=works, extent=extent)
 
 

@@ -317,14 +317,14 @@ def test_errors_of_gpus_that_grow_name_the_kubernetes_node() -> None:
 
     first = look(None, {"u0": GpuErrors(memory=3, xids=0)})
     assert (first.pods[0].memory_errors_before, first.own_conditions["Degraded"].status) == (3, "False")
-    assert (first.reason, first.message) == (Reason.ALL_REPLICAS_READY, "all 1 replicas are ready")
+    assert (first.reason, first.message) == (Reason.ALL_REPLICAS_READY, "the replica is ready")
     assert look(first.stored(), {}).pods[0].memory_errors == 3
     second = look(first.stored(), {"u0": GpuErrors(memory=5)})
     assert second.own_conditions["Degraded"].reason == Reason.GPU_FAULTY
     assert "demo-0 have had 2 double-bit memory errors since" in second.own_conditions["Degraded"].message
     assert "kubectl cordon gpu-1" in second.own_conditions["Degraded"].message
     assert (second.ready, second.reason) == ("1/1", Reason.GPU_FAULTY)
-    assert second.message.endswith("then delete the pod; all 1 replicas are ready")
+    assert second.message.endswith("then delete the pod; the replica is ready")
     third = look(second.stored(), {"u0": GpuErrors(memory=5, xids=1, last_xid=79)})
     errors = "2 double-bit memory errors and 1 Xid errors (the last is Xid 79)"
     assert errors in third.own_conditions["Degraded"].message
