@@ -100,7 +100,7 @@ async def test_each_refusal_of_a_round_has_a_row_of_its_own(tmp_path: Path) -> N
     """A wrong number, and callbacks that still have docker's name for the api container."""
     gateway = _file("operator-values.yaml")["gateway"]
     (ml_node,), (allowed,) = gateway["mlNodes"], gateway["receivers"]["allow"]
-    rows = [re.escape(row.partition(": `")[2].rstrip("`")).replace("…", ".+") for row in _rows("422 at")]
+    rows = [re.escape(row.partition(": `")[2].rstrip("`")).replace("…", ".+") for row in _rows("422 in")]
     number, receiver = ml_node["number"], f"http://{allowed}:9100/v2/poc-batches/tiny"
     docker = {"node_id": number, "url": receiver.replace(allowed, "api")}
     also = {ml_node["name"]: {"number": number}}
