@@ -19,8 +19,8 @@ from vllm_poc.wire.generate import GeneratedResponse, ValidatedResponse
 from vllm_poc.wire.messages import Scheme, ShortText
 from vllm_poc.wire.partition import MAX_NONCE
 
-#: What the error of a pod begins with that has refused the operator's token.
-UNAUTHORIZED = "HTTP 401"
+#: What the error of a pod begins with that has refused the operator's token. Other servers say less.
+UNAUTHORIZED = "HTTP 401, Unauthorized"
 #: Kubernetes' label of a StatefulSet's pods with the revision of the template that they were made from.
 REVISION_LABEL = "controller-revision-hash"
 

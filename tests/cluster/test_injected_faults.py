@@ -55,8 +55,8 @@ class Fault:
 FAULTS = {
     "wrong token": Fault(
         explain("refused"),
-        "refused (HTTP 401: send the token of VLLM_POC_TOKEN",
-        "operator and pods have the same token",
+        "refused (HTTP 401, Unauthorized: send the token of VLLM_POC_TOKEN",
+        "restart them after a change",
     ),
     "full disk": Fault(CHECK, f"gateway {NAMESPACE}/{faulty.GATEWAY} disk: it is full", "enlarge its volume"),
     "receiver away": Fault(

@@ -231,7 +231,8 @@ def network_access(tokens: Sequence[SecretStr]) -> Authorize:
             return None
         detail = (
             "Authorization: send the header with Bearer and the ML node's token, or POC_GATEWAY_NETWORK_TOKEN if it "
-            "has none of its own: in the chart's Secret RELEASE-gateway-tokens that is the key network-token"
+            "has none of its own: that is the key network-token of the Secret RELEASE-gateway-tokens, or of "
+            "that which gateway.auth.existingSecret names"
         )
         return _unauthorized(detail, "Bearer")
 

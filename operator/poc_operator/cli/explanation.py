@@ -26,12 +26,16 @@ from poc_operator.cli.redaction import Redactor
 from poc_operator.observed import PodView
 from poc_operator.planning.conditions import SILENT, first_few
 from poc_operator.planning.eligibility import why_waiting
-from poc_operator.rounds.end import worked_seconds
+from poc_operator.rounds.end import long_waits, worked_seconds
 
 Work = PoCRound | PoCValidation | PoCCalibration
 Subject = Work | PoCFleet
 
 #: Reasons of conditions that nobody asks about: all is as it should be.
+#: Reason of a complete round without results, which no condition has.
+NO_RESULTS = "NoResults"
+#: Waits of a slot for a pod that were shorter are not told of.
+_LEAST_WAIT = 5
 _FINE = frozenset(
     {
         Reason.ACCEPTED,
@@ -301,25 +305,24 @@ def lost(found: Evidence) -> Iterable[Finding]:
     if not isinstance(subject, PoCRound) or subject.status.state is not State.COMPLETE:
         return
     status = subject.status
-    if status.start_time is None:  # its author has ended it before
+    seconds = worked_seconds(status)
+    if status.start_time is None and not seconds:  # its author has ended it before it began
         return
     if not status.totals.delivered:
         yield Finding(
-            reason="NoResults",
+            reason=NO_RESULTS,
             seen="No result was delivered.",
-            meaning="A round is complete when its `stop` is reached, whatever its pods have computed until then.",
+            meaning="A round is complete at its `stop`, or when it is finished, whatever its pods have computed.",
             remedy="Look at the last warnings and at the pods' logs, and create another round.",
             command=_command(found, Reason.PODS_UNREACHABLE),
         )
-    seconds = worked_seconds(status)
-    waits = [one for one in status.slot_waits if 10 * one.seconds >= seconds]
-    if waits:
+    if waits := long_waits(status, _LEAST_WAIT):
         named = first_few([f"node {one.node} group {one.group} ({one.seconds} s)" for one in waits])
         yield Finding(
             reason=Reason.SLOTS_WAITING,
             seen=f"Slots had no pod for a part of the {seconds} s: {named}.",
             meaning="Nothing of a slot is computed meanwhile.",
-            remedy="Replace pods between rounds; a PoCFleet does so by itself.",
+            remedy="Replace pods between rounds, as a PoCFleet does by itself, and ask for no more groups than pods.",
         )
 
 
@@ -407,7 +410,7 @@ def undelivered(found: Evidence) -> Iterable[Finding]:
 
 def waiting_results(told: Forwarding, names: Names) -> Iterable[Finding]:
     """What a gateway tells of results that wait for a receiver, if it does not take them."""
-    soon = f" in {told.next_try_seconds:.0f} s" if told.next_try_seconds else ""
+    soon = f" in {max(1, round(told.next_try_seconds))} s" if told.next_try_seconds else ""
     if told.backlog and told.last_error:
         yield Finding(
             reason=Reason.RECEIVER_FAILING,

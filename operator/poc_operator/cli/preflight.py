@@ -14,7 +14,7 @@ from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import PoCRound
 from poc_operator.apis.v1alpha1.schema import ApiModel, aliases
 from poc_operator.cli.cluster import Object
-from poc_operator.cli.explanation import Evidence, Finding, account, lost, undelivered, waiting_results
+from poc_operator.cli.explanation import NO_RESULTS, Evidence, Finding, account, lost, undelivered, waiting_results
 from poc_operator.cli.gateway_proxy import Forwarding
 from poc_operator.cli.next_steps import Names, check_command
 from poc_operator.observed import PodView
@@ -354,9 +354,11 @@ def _told_of(found: Evidence, wrong: Iterable[Finding]) -> list[Check]:
 
 
 def _level(found: Evidence, finding: Finding) -> Level:
-    # A fleet has no pods while it downloads its model. Labels do not come by themselves.
+    if finding.reason == NO_RESULTS:  # it is over, and may be the round of a user who has another one by now
+        return Level.WARNING
+    # A fleet has no pods while it downloads its model. Labels of one's own do not come by themselves.
     subject = found.subject
-    stays = finding.reason == Reason.NO_MATCHING_PODS and isinstance(subject, PoCRound) and not subject.spec.fleet_ref
+    stays = finding.reason == Reason.NO_MATCHING_PODS and isinstance(subject, PoCRound) and subject.spec.selector
     return Level.WARNING if finding.reason in PASSING and not stays else Level.ERROR
 
 

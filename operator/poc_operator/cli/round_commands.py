@@ -243,7 +243,7 @@ def _told(forwarding: Mapping[str, Any]) -> list[tuple[str, Any]]:
     wanted = ("receiver", "backlog", "expired", "abandoned", "last_error")
     told = [(key, forwarding[key]) for key in wanted if forwarding.get(key)]
     waits = forwarding.get("backlog") and forwarding.get("last_error") and forwarding.get("next_try_seconds")
-    return [*told, ("next try", f"in {waits:.0f} s")] if waits else told
+    return [*told, ("next try", f"in {max(1, round(waits))} s")] if waits else told
 
 
 @app.command()

@@ -7,7 +7,7 @@ Of the rules of an end the first with an answer wins.
 from datetime import timedelta
 
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.apis.v1alpha1.round import MAX_SLOTS, MAX_WAITS, Assignment, RoundStatus
+from poc_operator.apis.v1alpha1.round import MAX_SLOTS, MAX_WAITS, Assignment, RoundStatus, SlotWait
 from poc_operator.apis.v1alpha1.schema import number_of
 from poc_operator.apis.v1alpha1.status import Outcome, Result, SlotState
 from poc_operator.planning import lifecycle
@@ -152,7 +152,8 @@ def finish(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
         return step
     count = number_of(undelivered, "computed nonce was", "computed nonces were")
     lost = f"{count} not delivered" if undelivered else ""
-    if status.outcome.type is Result.COMPLETE and status.start_time and not any(map(_has_results, status.assignments)):
+    began = status.start_time is not None or worked_seconds(status) > 0
+    if status.outcome.type is Result.COMPLETE and began and not any(map(_has_results, status.assignments)):
         lost = lost or "no result was delivered"
     message = "; ".join(filter(None, (status.outcome.message, lost, _at_the_gateway(snapshot), _without_pods(status))))
     return close(snapshot, step.extended(outcome=status.outcome.model_copy(update={"message": message})))
@@ -175,10 +176,15 @@ def _at_the_gateway(snapshot: RoundSnapshot) -> str:
 _TOLD_SHARE = 0.1
 
 
+def long_waits(status: RoundStatus, least: int) -> list[SlotWait]:
+    """Return the slots that had no pod for so many seconds or more, and for a good part of the round's time."""
+    seconds = worked_seconds(status)
+    return [wait for wait in status.slot_waits if wait.seconds >= max(least, _TOLD_SHARE * seconds)]
+
+
 def _without_pods(status: RoundStatus) -> str:
     """Say which slots had no pod for a good part of the round's time; nothing if all had theirs."""
-    seconds = worked_seconds(status)
-    waits = [wait for wait in status.slot_waits if wait.seconds >= max(TOLD_SECONDS, _TOLD_SHARE * seconds)]
+    seconds, waits = worked_seconds(status), long_waits(status, TOLD_SECONDS)
     told = [f"node {wait.node} group {wait.group} ({wait.seconds} s)" for wait in waits]
     # Others may have been left out of the status.
     what = f"{MAX_WAITS} or more slots" if len(waits) == MAX_WAITS else "slots"

@@ -261,7 +261,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.REQUEST_REFUSED: Explanation(
         "Accepted, Progressing=False",
         "The pods refused the start for another reason, such as a callback host that is not allowed.",
-        "Allow a callback host by `callbackAllow` of the fleet, or `VLLM_POC_CALLBACK_ALLOW` of other pods.",
+        "The message says why. `callbackAllow` of the fleet or `VLLM_POC_CALLBACK_ALLOW` allows a callback host.",
         _ROUND,
     ),
     Reason.PROOFS_UNAVAILABLE: Explanation(

@@ -267,7 +267,10 @@ async def slow_api_server(_: Path) -> Told:
 
 FAULTS = {
     "wrong token": Fault(
-        wrong_token, "refuses the operator's token: a (HTTP 401: send", "restart them after", "PoCRoundsIdle"
+        wrong_token,
+        "refuses the operator's token: a (HTTP 401, Unauthorized: send",
+        "restart them after",
+        "PoCRoundsIdle",
     ),
     "full disk": Fault(
         full_disk, "The disk of the gateway poc-system/gateway is full", "Enlarge", "PoCGatewayDiskFull"

@@ -29,16 +29,22 @@ World = tuple[tuple[PodView, PodReport | None], ...]
             id="wrong port",
         ),
         pytest.param(
-            ((a_pod("a"), PodReport(error="HTTP 401: send the token")), (a_pod("b", ready=False), None)),
+            ((a_pod("a"), PodReport(error="HTTP 401, Unauthorized: send the token")), (a_pod("b", ready=False), None)),
             Reason.PODS_UNREACHABLE,
-            "every ready pod refuses the operator's token: a (HTTP 401: send the token)",
+            "every ready pod refuses the operator's token: a (HTTP 401, Unauthorized: send the token)",
             id="wrong token",
         ),
         pytest.param(
-            ((a_pod("a"), PodReport(error="HTTP 401: send the token")), (a_pod("b"), PodReport(error="no answer"))),
+            ((a_pod("a"), PodReport(error="HTTP 401, Unauthorized: no")), (a_pod("b"), PodReport(error="no answer"))),
             Reason.PODS_UNREACHABLE,
             "no pod answers the operator on port ",
             id="wrong token, and a hung pod",
+        ),
+        pytest.param(
+            ((a_pod("a"), PodReport(error="HTTP 401: <html>")),),
+            Reason.PODS_UNREACHABLE,
+            "no pod answers the operator on port ",
+            id="another server that asks for a password",
         ),
         pytest.param(
             ((a_pod("a"), says(model=ModelLimits(names=["qwen"]))),),
