@@ -24,9 +24,9 @@ from poc_operator.cli.overview import goal
 from poc_operator.cli.pod_metrics import Chat, PodKey
 from poc_operator.cli.redaction import Redactor
 from poc_operator.observed import PodView
-from poc_operator.planning.conditions import SILENT, first_few
+from poc_operator.planning.conditions import SILENT
 from poc_operator.planning.eligibility import why_waiting
-from poc_operator.rounds.end import long_waits, worked_seconds
+from poc_operator.rounds.end import has_begun, long_waits, tell_waits
 
 Work = PoCRound | PoCValidation | PoCCalibration
 Subject = Work | PoCFleet
@@ -305,8 +305,7 @@ def lost(found: Evidence) -> Iterable[Finding]:
     if not isinstance(subject, PoCRound) or subject.status.state is not State.COMPLETE:
         return
     status = subject.status
-    seconds = worked_seconds(status)
-    if status.start_time is None and not seconds:  # its author has ended it before it began
+    if not has_begun(status):  # its author has ended it before
         return
     if not status.totals.delivered:
         yield Finding(
@@ -317,10 +316,9 @@ def lost(found: Evidence) -> Iterable[Finding]:
             command=_command(found, Reason.PODS_UNREACHABLE),
         )
     if waits := long_waits(status, _LEAST_WAIT):
-        named = first_few([f"node {one.node} group {one.group} ({one.seconds} s)" for one in waits])
         yield Finding(
             reason=Reason.SLOTS_WAITING,
-            seen=f"Slots had no pod for a part of the {seconds} s: {named}.",
+            seen=f"Slots had no pod for a part of the {tell_waits(status, waits)}.",
             meaning="Nothing of a slot is computed meanwhile.",
             remedy="Replace pods between rounds, as a PoCFleet does by itself, and ask for no more groups than pods.",
         )

@@ -4,6 +4,7 @@
 Of the rules of an end the first with an answer wins.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 from poc_operator.apis.v1alpha1.reasons import Reason
@@ -150,17 +151,22 @@ def finish(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     undelivered = sum(slot.next - slot.delivered for slot in status.assignments)
     if undelivered and _gateway_may_know_more(snapshot, status):
         return step
-    count = number_of(undelivered, "computed nonce was", "computed nonces were")
-    lost = f"{count} not delivered" if undelivered else ""
-    began = status.start_time is not None or worked_seconds(status) > 0
-    if status.outcome.type is Result.COMPLETE and began and not any(map(_has_results, status.assignments)):
-        lost = lost or "no result was delivered"
+    lost = _lost(status.outcome, status, undelivered)
     message = "; ".join(filter(None, (status.outcome.message, lost, _at_the_gateway(snapshot), _without_pods(status))))
     return close(snapshot, step.extended(outcome=status.outcome.model_copy(update={"message": message})))
 
 
-def _has_results(slot: Assignment) -> bool:
-    return slot.delivered > 0
+def _lost(outcome: Outcome, status: RoundStatus, undelivered: int) -> str:
+    if undelivered:
+        return f"{number_of(undelivered, 'computed nonce was', 'computed nonces were')} not delivered"
+    results = any(slot.delivered for slot in status.assignments)
+    lacks = outcome.type is Result.COMPLETE and has_begun(status) and not results
+    return "no result was delivered" if lacks else ""
+
+
+def has_begun(status: RoundStatus) -> bool:
+    """Return whether pods have ever worked for the round: a suspension takes its start time away."""
+    return status.start_time is not None or worked_seconds(status) > 0
 
 
 def _at_the_gateway(snapshot: RoundSnapshot) -> str:
@@ -184,11 +190,16 @@ def long_waits(status: RoundStatus, least: int) -> list[SlotWait]:
 
 def _without_pods(status: RoundStatus) -> str:
     """Say which slots had no pod for a good part of the round's time; nothing if all had theirs."""
-    seconds, waits = worked_seconds(status), long_waits(status, TOLD_SECONDS)
-    told = [f"node {wait.node} group {wait.group} ({wait.seconds} s)" for wait in waits]
+    waits = long_waits(status, TOLD_SECONDS)
     # Others may have been left out of the status.
     what = f"{MAX_WAITS} or more slots" if len(waits) == MAX_WAITS else "slots"
-    return f"{what} without a pod for a part of the {seconds} s: {first_few(told)}" if told else ""
+    return f"{what} without a pod for a part of the {tell_waits(status, waits)}" if waits else ""
+
+
+def tell_waits(status: RoundStatus, waits: Sequence[SlotWait]) -> str:
+    """Say how long the round took, and which slots had no pod for how long of it."""
+    told = [f"node {wait.node} group {wait.group} ({wait.seconds} s)" for wait in waits]
+    return f"{worked_seconds(status)} s: {first_few(told)}"
 
 
 def _gateway_may_know_more(snapshot: RoundSnapshot, status: RoundStatus) -> bool:
