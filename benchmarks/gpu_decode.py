@@ -186,6 +186,8 @@ def _request(options: argparse.Namespace, nonces: int) -> DecodeRequest:
         max_tokens=options.max_tokens,
         forced=[],
         passes=1,
+        parts=1,
+        segments=1,
     )
 
 

@@ -98,7 +98,7 @@ def fleet_spec(*, replicas: int, model: str = "qwen3-tiny") -> Values:
         "replicas": replicas,
         "model": {"path": f"{_MODELS}/{model}"},
         "servedName": SERVED_NAME,
-        "engineArgs": ["--max-model-len=1024", "--enforce-eager"],
+        "engineArgs": ["--max-model-len=1024", "--enforce-eager", "--dtype=float32"],
         "env": [{"name": name, "value": value} for name, value in _CPU_ENVIRONMENT.items()],
         "podTemplate": {"spec": {"containers": [vllm], "volumes": volumes}},
     }

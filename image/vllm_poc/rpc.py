@@ -202,7 +202,12 @@ class DecodeRequest(TypedDict):
     """Chains of these nonces: a prefill of ``seq_len`` tokens, and ``max_tokens`` steps of one token.
 
     An answer that is not complete says that the same request is to be repeated, as often as it takes: the workers do
-    ``passes`` forward passes each time, and go on where they were. Another request in between begins anew.
+    ``passes`` forward passes each time, or so many parts of them, and go on where they were. Another request in between
+    begins anew.
+
+    A forward pass is cut into so many ``parts``, behind layers, if the CPU starts its operations one by one: a prefill,
+    and the first steps. A step that is a CUDA graph has ``segments`` instead. Both may differ from call to call. They
+    count for what begins then, at most one for each layer.
 
     ``forced`` is empty, or has the claimed indices of each nonce: each step then goes on from the claim of the step
     before. Steps behind the end of a claim go on from their own index.
@@ -215,12 +220,15 @@ class DecodeRequest(TypedDict):
     max_tokens: int
     forced: list[list[int]]
     passes: int
+    parts: int
+    segments: int
 
 
 class DecodeResult(TypedDict):
     """What the first rank answers; the other ranks answer None. Without results if it is not ``complete``.
 
-    ``left`` is how many forward passes the request still needs.
+    ``left`` is how many forward passes, or parts of them, the request still needs. ``cut`` is into how many the last
+    one was cut, and ``captured`` whether it was a CUDA graph.
     ``indices`` has max_tokens + 1 own indices for each nonce of the request, -1 where a hidden state was not finite.
     ``margins`` runs parallel to the claims of ``forced``: how far the claimed point scores below the best one.
     ``rebuilt`` says that the codebook is not the network's, so that the indices are for experiments alone.
@@ -229,6 +237,8 @@ class DecodeResult(TypedDict):
 
     complete: bool
     left: int
+    cut: int
+    captured: bool
     indices: list[list[int]]
     margins: list[list[float]]
     rebuilt: bool

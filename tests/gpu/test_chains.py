@@ -50,7 +50,14 @@ SERVED = {
 }
 
 
-def chains_of(nonces: Sequence[int], forced: Sequence[Sequence[int]] = (), *, passes: int = 5) -> DecodeRequest:
+def chains_of(
+    nonces: Sequence[int],
+    forced: Sequence[Sequence[int]] = (),
+    *,
+    passes: int = 5,
+    parts: int = 1,
+    segments: int = 1,
+) -> DecodeRequest:
     return DecodeRequest(
         block_hash="b10c",
         public_key="key",
@@ -59,6 +66,8 @@ def chains_of(nonces: Sequence[int], forced: Sequence[Sequence[int]] = (), *, pa
         max_tokens=STEPS,
         forced=[list(claim) for claim in forced],
         passes=passes,
+        parts=parts,
+        segments=segments,
     )
 
 
@@ -102,10 +111,10 @@ def asked(model: LLM, method: str, *args: object) -> Any:  # noqa: ANN401 - each
 
 def decoded(model: LLM, request: DecodeRequest) -> dict[str, Any]:
     """Repeat the request until it is complete."""
-    for _ in range(STEPS + len(request["nonces"]) + 1):
+    for _ in range((STEPS + len(request["nonces"])) * max(request["parts"], request["segments"]) + 1):
         answer: dict[str, Any] = asked(model, "poc_decode", request)
         if answer["complete"]:
-            return answer
+            return {name: answer[name] for name in ("indices", "margins")}
     raise AssertionError("chains have no end")
 
 
@@ -116,18 +125,22 @@ def test_fused_steps_give_what_vllms_own_give(model: LLM) -> None:
 
 
 def test_captured_steps_give_the_same_bits(model: LLM) -> None:
-    """Also for other nonces in the same graph, in slices of any length, and with claims."""
+    """Also for other nonces in the same graph, in slices of any length, in parts, and with claims."""
     assert asked(model, "poc_test_captures")
     requests = [
         chains_of(NONCES),
         chains_of([nonce + 100 for nonce in range(len(NONCES))], passes=1),
         chains_of(NONCES, claims_of(NONCES), passes=40),
         chains_of(NONCES[:7], passes=3),
+        chains_of(NONCES, passes=1, parts=3, segments=2),
+        chains_of(NONCES, claims_of(NONCES), passes=4, parts=2, segments=3),
     ]
     captured = [decoded(model, request) for request in [*requests, *requests]]
     assert captured[: len(requests)] == captured[len(requests) :]
     assert asked(model, "poc_test_steps_one_by_one")
     assert [decoded(model, request) for request in requests] == captured[: len(requests)]
+    assert captured[4] == captured[0]
+    assert captured[5] == captured[2]
     points = {point for row in captured[0]["indices"] for point in row}
     assert len(points) == 16, "random weights lead everywhere"
 
@@ -150,18 +163,19 @@ def test_chains_are_those_of_one_pass_over_all_tokens(model: LLM) -> None:
     assert late <= 2 * early, "what a step leaves behind goes wrong"
 
 
-def test_chat_and_prefill_run_between_steps_and_neither_changes_the_other(model: LLM) -> None:
+@pytest.mark.parametrize("cuts", [1, 3], ids=["between-steps", "within-steps"])
+def test_chat_and_prefill_run_beside_chains_and_neither_changes_the_other(model: LLM, cuts: int) -> None:
     from tests.support.builders.batches import a_batch  # noqa: PLC0415
 
-    request, batch = chains_of(NONCES, passes=1), a_batch(range(8), seq_len=SEQ_LEN)
-    expected = decoded(model, request)
+    request, batch = chains_of(NONCES, passes=1, parts=cuts, segments=cuts), a_batch(range(8), seq_len=SEQ_LEN)
+    expected = decoded(model, chains_of(NONCES))
     answer(model)  # from now on all of the prompt but its last block comes from the cache
     chat, artifacts = answer(model), asked(model, "poc_compute", batch)
     assert answer(model) == chat, "chat must be repeatable without PoC beside it"
     held = asked(model, "poc_test_held")
     assert decoded(model, request) == expected
     assert asked(model, "poc_test_held") == held
-    for _ in range(3):
+    for _ in range(3 * cuts + 1):
         assert not asked(model, "poc_decode", request)["complete"]
         assert asked(model, "poc_test_held") == held
         assert answer(model) == chat
@@ -187,7 +201,7 @@ def test_a_server_as_users_start_it_captures_steps_and_chat_keeps_its_tokens(rea
     def all_of(request: DecodeRequest) -> dict[str, Any]:
         while not (found := real_client.worker("poc_decode", request)).get("complete"):
             assert "error" not in found, found
-        return dict(found)
+        return {name: found[name] for name in ("indices", "margins")}
 
     chat, request = real_client.chat("Tell me about licenses."), chains_of(NONCES, passes=4)
     assert real_client.worker("poc_prepare_decode", SETUP)["refusal"] is None
@@ -198,5 +212,11 @@ def test_a_server_as_users_start_it_captures_steps_and_chat_keeps_its_tokens(rea
     assert not real_client.worker("poc_decode", chains_of(NONCES, passes=10))["complete"]
     assert real_client.chat("Tell me about licenses.") == chat
     assert all_of(request) == captured
+    cut = chains_of(NONCES, passes=1, parts=3, segments=2)
+    for _ in range(9):
+        assert not real_client.worker("poc_decode", cut)["complete"]
+        assert real_client.chat("Tell me about licenses.") == chat
+    assert all_of(cut) == captured
     assert real_client.worker("poc_test_steps_one_by_one")
     assert all_of(request) == captured
+    assert all_of(cut) == captured

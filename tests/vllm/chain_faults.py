@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from tests.vllm.faults import FaultExtension
 from vllm_poc.worker.passes.plain import PlainPass
@@ -13,7 +14,6 @@ from vllm_poc.worker.passes.plain import PlainPass
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from vllm_poc.worker.decoding import Chains
     from vllm_poc.worker.graphs import StepGraphs
     from vllm_poc.worker.model.adapter import AttentionPlan
     from vllm_poc.worker.model.scratch import BatchShape
@@ -33,6 +33,10 @@ class ChainFaultExtension(FaultExtension):
         """Return how often it was tried."""
         return self._poc_test_steps.tries
 
+    def poc_test_waiting_passes(self) -> int:
+        """Return how many forward passes wait between layers."""
+        return sum(thread.name == "poc-forward-pass" for thread in threading.enumerate())
+
     def poc_test_other_pass(self, reflects: bool) -> None:
         """Let the model have another pass than vLLM's own, which may leave out the reflections of chains."""
         stage = self._poc().stage
@@ -40,27 +44,23 @@ class ChainFaultExtension(FaultExtension):
 
 
 class _ReplayedSteps:
-    """Stands in for `StepGraphs` on a CPU: a step that is repeated is computed anew."""
+    """Stands in for `StepGraphs` on a CPU: a step that is repeated is computed anew, by the last of its graphs."""
 
     def __init__(self, failures: int) -> None:
         self.tries = 0
         self._failures = failures
 
-    def capture(self, step: Callable[[], None]) -> _ReplayedStep:
+    def capture(
+        self, step: Callable[[], None], cuts: Sequence[nn.Module], _resumed: Callable[[], None]
+    ) -> list[_ReplayedStep]:
         self.tries += 1
         if self.tries <= self._failures:
             raise RuntimeError("this device has no graphs")
-        return _ReplayedStep(step)
+        return [*(_ReplayedStep(lambda: None) for _ in cuts), _ReplayedStep(step)]
 
 
-class _ReplayedStep:
-    def __init__(self, step: Any) -> None:  # noqa: ANN401 - a method of `Chains`
-        self._step = step
-
-    def replay(self) -> None:
-        chains: Chains = self._step.__self__
-        with chains._cache.bound():
-            self._step()
+class _ReplayedStep(NamedTuple):
+    replay: Callable[[], None]
 
 
 class _OtherPass:

@@ -36,7 +36,14 @@ def chat_body(model: str, prompt: Prompt, tokens: int) -> dict[str, Any]:
 
 
 def chain_request(
-    nonces: Sequence[int], forced: Sequence[Sequence[int]] = (), *, seq_len: int, steps: int, passes: int = 5
+    nonces: Sequence[int],
+    forced: Sequence[Sequence[int]] = (),
+    *,
+    seq_len: int,
+    steps: int,
+    passes: int = 5,
+    parts: int = 1,
+    segments: int = 1,
 ) -> DecodeRequest:
     """Return the request for chains of the round that the tests' client asks for."""
     return DecodeRequest(
@@ -47,6 +54,8 @@ def chain_request(
         max_tokens=steps,
         forced=[list(claim) for claim in forced],
         passes=passes,
+        parts=parts,
+        segments=segments,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import partial
-from itertools import count
+from itertools import count, cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -29,6 +29,8 @@ pytestmark = pytest.mark.skipif(ON_GPU, reason="the decode scheme is proven on C
 NONCES = [0, 5, 2**31 - 1]
 #: Sequences go on from one block of 128 tokens into the next.
 SEQ_LEN, STEPS = 120, 12
+#: Of the model, and of two nonces and the third.
+LAYERS, PREFILLS = 3, 2
 chains_of = partial(chain_request, seq_len=SEQ_LEN, steps=STEPS)
 SETUP = DecodeSetup(codebook=None, rebuild=True, reserve_bytes=16 * 2**20)
 MARGIN_TOLERANCE = 1e-4
@@ -57,7 +59,7 @@ def model(
 
     folder = tmp_path_factory.mktemp("decode")
     write_resized(
-        model_folder / f"{request.param}-tiny", folder / "model", hidden=320, layers=3, **CHANGES[request.param]
+        model_folder / f"{request.param}-tiny", folder / "model", hidden=320, layers=LAYERS, **CHANGES[request.param]
     )
     flags = ["--enforce-eager", "--max-num-batched-tokens", str(2 * SEQ_LEN + 7), *FLAGS]
     with serving(folder / "model", folder / "server.log", flags) as client:
@@ -130,6 +132,65 @@ def test_chat_and_prefill_run_between_steps_and_neither_changes_the_other(model:
         assert not client.worker("poc_decode", request)["complete"]
     assert decoded(client, request)["indices"] == [chain.points for chain in model.chains]
     assert client.chat(prompt) == before
+
+
+def test_chat_and_prefill_run_in_the_middle_of_forward_passes_and_neither_changes_the_other(model: Model) -> None:
+    client, prompt = model.client, "Something long enough to fill more than one block of the cache. " * 5
+    before, artifacts = client.chat(prompt), client.artifacts(NONCES)
+    checksum = client.worker("poc_test_kv_checksum")
+    request, left = chains_of(NONCES, passes=1, parts=LAYERS), list[int]()
+    while not (found := client.worker("poc_decode", request))["complete"]:
+        assert "error" not in found, found
+        left.append(found["left"])
+        if len(left) in {1, 2, 5, 7, 8, 11, 15, 40}:
+            assert int(client.worker("poc_test_waiting_passes")) == (len(left) % LAYERS > 0)
+            assert client.worker("poc_test_kv_checksum") == checksum
+            assert client.chat(prompt) == before
+            assert client.artifacts(NONCES) == artifacts
+            checksum = client.worker("poc_test_kv_checksum")
+    assert found["indices"] == [chain.points for chain in model.chains]
+    assert left == list(range(LAYERS * (PREFILLS + STEPS) - 1, 0, -1)), "each call is a part"
+    assert (found["cut"], found["captured"]) == (LAYERS, False)
+    assert client.chat(prompt) == before
+
+
+def test_the_number_of_parts_may_change_from_call_to_call(model: Model) -> None:
+    expected = [chain.points for chain in model.chains]
+    for numbers in ([2, 3, 1], [1000, 1, 2]):
+        parts = cycle(numbers)
+        while not (found := model.client.worker("poc_decode", chains_of(NONCES, passes=1, parts=next(parts))))[
+            "complete"
+        ]:
+            assert "error" not in found, found
+        assert found["indices"] == expected
+
+
+def test_a_forward_pass_that_nobody_goes_on_with_is_dropped(model: Model) -> None:
+    client = model.client
+    for request in (chains_of(NONCES[:1], passes=2, parts=2), chains_of(NONCES, passes=1, parts=LAYERS)):
+        assert not client.worker("poc_decode", request)["complete"]
+        assert not client.worker("poc_decode", {**request, "block_hash": "another", "passes": 1})["complete"]
+        assert int(client.worker("poc_test_waiting_passes")) == 1
+        assert decoded(client, chains_of(NONCES[1:]))["indices"] == [chain.points for chain in model.chains[1:]]
+        assert int(client.worker("poc_test_waiting_passes")) == 0
+    assert not client.worker("poc_decode", chains_of(NONCES, passes=1, parts=LAYERS))["complete"]
+    client.worker("poc_prepare_decode", SETUP)
+    assert int(client.worker("poc_test_waiting_passes")) == 0
+
+
+def test_captured_steps_have_as_many_graphs_as_asked_for(model: Model) -> None:
+    client, expected = model.client, [chain.points for chain in model.chains]
+    try:
+        client.worker("poc_test_capture_steps", 0)
+        tries = []
+        for segments in (1, 2, 2, 1000, 1):
+            found = decoded(client, chains_of(NONCES, passes=1, segments=segments))
+            assert found["indices"] == expected
+            assert (found["cut"], found["captured"]) == (min(segments, LAYERS), True)
+            tries.append(int(client.worker("poc_test_capture_tries")))
+        assert tries == [1, 2, 2, 3, 4]
+    finally:
+        client.worker("poc_prepare_decode", SETUP)
 
 
 def test_another_request_begins_anew(model: Model) -> None:

@@ -264,6 +264,8 @@ def chains(nonces: list[int]) -> DecodeRequest:
         max_tokens=CHAIN_STEPS,
         forced=[],
         passes=len(nonces) + CHAIN_STEPS,
+        parts=1,
+        segments=1,
     )
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chains of the decode scheme as PoC work: with the same turns, the same chat gate and the same slices as all other.
 
-A batch of chains is one slice of a round or a request. It takes many calls, each of some forward passes. Chat runs
-between them, and so does PoC work of other protocols. The workers keep what a chain needs for its next step. They keep
-one batch, so batches come one after the other.
+A batch of chains is one slice of a round or a request. It takes many calls, each of some forward passes, or of parts of
+one. Chat runs between them, and so does PoC work of other protocols. The workers keep what a chain needs to go on. They
+keep one batch, so batches come one after the other.
 
 A slice that finds no memory is computed in batches of half the size, and so is what follows it. A server that ends
 computes the batch that is under way to its end if that comes soon enough, and drops it at once if not.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 from vllm_poc.logs import get_logger
@@ -37,6 +37,14 @@ from vllm_poc.wire.messages import Protocol, RoundRequest
 from vllm_poc.wire.stat_test import compare_chain
 
 _log = get_logger(__name__)
+
+#: A call takes up to this share of the time budget: a chat that comes meanwhile waits for it, and then for its own
+#: prefill. Of other work two slices share the budget.
+_SHARE = 0.5
+#: Into how many parts the very first forward pass is cut, and into how many at most.
+_FIRST_PARTS, _MOST_PARTS = 8, 64
+#: Parts may take so many times as long as they should before there are more of them: a step is captured anew for that.
+_TOLERATED = 1.2
 
 #: Claimed indices, by nonce.
 Claims = Mapping[int, Sequence[int]]
@@ -66,6 +74,25 @@ class ChainBatch:
         _log.warning("%d chains find no memory, so that batches have %d from now on: %s", nonces, self.nonces, error)
 
 
+class Cuts:
+    """Into how many parts the workers cut forward passes, so that each part takes up to ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        #: Of a pass whose operations the CPU starts one by one.
+        self.parts = _FIRST_PARTS
+        #: Of a step that is a CUDA graph.
+        self.segments = 1
+
+    def learn(self, result: DecodeResult, seconds: float) -> None:
+        """Adapt to a call whose passes, or parts of one, took so many seconds each."""
+        wanted = next_cuts(result["cut"], seconds, self._seconds)
+        if result["captured"]:
+            self.segments = wanted
+        else:
+            self.parts = wanted
+
+
 class ChainScheduler:
     """Runs batches of chains on the engine, in the calls of a `Scheduler`."""
 
@@ -74,7 +101,8 @@ class ChainScheduler:
         self.rebuilt = settings.decode_rebuild_codebook
         self._scheduler = scheduler
         self._engine = engine
-        self._slice_seconds = settings.slice_seconds
+        self._call_seconds = _SHARE * settings.slice_seconds
+        self._cuts = Cuts(self._call_seconds)
         self._turn = asyncio.Lock()  # of the batch that the workers keep
 
     async def autotune(
@@ -107,7 +135,7 @@ class ChainScheduler:
         and GaveWayError before a call to the workers if the batch ``gives_way``.
         """
         assert isinstance(size, ChainBatch)  # noqa: S101 - of `slice_size`
-        attempt = partial(self._attempted, _message(request, nonces[:1], {}))
+        attempt = partial(self._attempted, self._message(request, nonces[:1], {}))
         found: dict[int, ComputedChain] = {}
         left = list(nonces)
         with self._scheduler.shortage.noticed(attempt):
@@ -131,7 +159,7 @@ class ChainScheduler:
         gives_way: Callable[[], bool],
     ) -> dict[int, ComputedChain]:
         """Return the chains whose steps are all finite."""
-        message = _message(request, nonces, request.claims if isinstance(request, GenerateRequest) else {})
+        message = self._message(request, nonces, request.claims if isinstance(request, GenerateRequest) else {})
         async with self._turn:
             await self.autotune(request)
             result = await self._completed(message, weights, busy, gives_way)
@@ -155,7 +183,27 @@ class ChainScheduler:
             if result["complete"]:
                 return result
             needed = result["left"] * seconds / message["passes"]
-            message = {**message, "passes": next_passes(message["passes"], seconds, self._slice_seconds)}
+            self._cuts.learn(result, seconds / message["passes"])
+            message = {
+                **message,
+                "passes": next_passes(message["passes"], seconds, self._call_seconds),
+                "parts": self._cuts.parts,
+                "segments": self._cuts.segments,
+            }
+
+    def _message(self, request: RoundRequest, nonces: Sequence[int], claims: Claims) -> DecodeRequest:
+        """Return the message for a batch; its first call is a single forward pass."""
+        return DecodeRequest(
+            block_hash=request.block_hash,
+            public_key=request.public_key,
+            nonces=list(nonces),
+            seq_len=request.effective_seq_len,
+            max_tokens=request.max_tokens,
+            forced=[list(claims[nonce]) for nonce in nonces] if claims else [],
+            passes=1,
+            parts=self._cuts.parts,
+            segments=self._cuts.segments,
+        )
 
     async def _attempted(self, message: DecodeRequest) -> None:
         async with self._turn:
@@ -178,7 +226,7 @@ class Computers(NamedTuple):
 
 
 def next_passes(passes: int, seconds: float, budget: float) -> int:
-    """Return how many forward passes fit into a slice of ``budget`` seconds, when ``passes`` took so many seconds.
+    """Return how many forward passes fit into a call of ``budget`` seconds, when ``passes`` took so many seconds.
 
     At most twice as many, since the next ones may be longer.
     """
@@ -186,17 +234,14 @@ def next_passes(passes: int, seconds: float, budget: float) -> int:
     return max(1, min(2 * passes, fitting))
 
 
-def _message(request: RoundRequest, nonces: Sequence[int], claims: Claims) -> DecodeRequest:
-    """Return the message for a batch; its first call is a single forward pass."""
-    return DecodeRequest(
-        block_hash=request.block_hash,
-        public_key=request.public_key,
-        nonces=list(nonces),
-        seq_len=request.effective_seq_len,
-        max_tokens=request.max_tokens,
-        forced=[list(claims[nonce]) for nonce in nonces] if claims else [],
-        passes=1,
-    )
+def next_cuts(cut: int, seconds: float, budget: float) -> int:
+    """Return into how many parts to cut a forward pass, when each of ``cut`` took so many seconds.
+
+    Fewer only if half as many would do.
+    """
+    late = seconds > _TOLERATED * budget
+    wanted = max(1, min(ceil(cut * seconds / budget * (1 if late else _TOLERATED)), _MOST_PARTS))
+    return wanted if late or 2 * wanted <= cut else cut
 
 
 def _chains(message: DecodeRequest, result: DecodeResult) -> dict[int, ComputedChain]:

@@ -66,6 +66,8 @@ def _request(nonces: int) -> DecodeRequest:
         max_tokens=_STEPS,
         forced=claims,
         passes=nonces + _STEPS,
+        parts=1,
+        segments=1,
     )
 
 

@@ -111,7 +111,7 @@ class GraphCache:
 
 
 class StepGraphs:
-    """Graphs of operations that are captured in one go. They share memory, so they never run at the same time."""
+    """Graphs of steps. They share memory, so they never run at the same time."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks = ranks
@@ -119,15 +119,20 @@ class StepGraphs:
         self._stream = torch.cuda.Stream(device)
         self._alive = WeakSet[torch.cuda.CUDAGraph]()
 
-    def capture(self, operations: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture what ``operations`` enqueue. RuntimeError if the device's graphs cannot hold it."""
+    def capture(
+        self, operations: Callable[[], None], cuts: Sequence[nn.Module], resumed: Callable[[], None]
+    ) -> list[torch.cuda.CUDAGraph]:
+        """Capture what ``operations`` enqueue, in graphs that end behind the layers ``cuts``.
+
+        Each graph but the first begins with what ``resumed`` enqueues. RuntimeError if the device's graphs cannot hold
+        it.
+        """
         alive = next(iter(self._alive), None)  # a pool ends with its last graph
         recording = _Recording(alive.pool() if alive is not None else torch.cuda.graph_pool_handle(), self._device)
-        with self._ranks.graph_capture(self._stream), recording.running():
+        with self._ranks.graph_capture(self._stream), recording.cut_behind(cuts, resumed), recording.running():
             operations()
-        (graph,) = recording.graphs
-        self._alive.add(graph)
-        return graph
+        self._alive.update(recording.graphs)
+        return recording.graphs
 
 
 class _Recording:
@@ -158,9 +163,15 @@ class _Recording:
                 torch._C._cuda_releasePool(self._device, self._pool)
 
     @contextmanager
-    def cut_behind(self, layers: Sequence[nn.Module]) -> Iterator[None]:
-        """End a graph and begin the next behind each of these layers while the context lasts."""
-        hooks = [layer.register_forward_hook(self._cut) for layer in layers]
+    def cut_behind(self, layers: Sequence[nn.Module], resumed: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """End a graph and begin the next, with what ``resumed`` enqueues, behind each layer while the context lasts."""
+
+        def cut(*_: object) -> None:
+            self.graphs[-1].capture_end()
+            self._begin()
+            resumed()
+
+        hooks = [layer.register_forward_hook(cut) for layer in layers]
         try:
             yield
         finally:
@@ -172,7 +183,3 @@ class _Recording:
         # Other threads may use the device meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self.graphs.append(graph)
-
-    def _cut(self, *_: object) -> None:
-        self.graphs[-1].capture_end()
-        self._begin()

@@ -5,7 +5,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from math import inf
-from typing import Any
+from typing import Any, TypedDict
 
 from vllm_poc.rpc import (
     BatchRequest,
@@ -102,6 +102,13 @@ class FakeOutputProcessor:
         return self.busy
 
 
+class Cut(TypedDict):
+    """Into how many parts a forward pass is cut, and whether it is a CUDA graph."""
+
+    cut: int
+    captured: bool
+
+
 class FakeEngineClient:
     """Answers like a tensor-parallel pair of workers, the second of which speaks. Faults are attributes.
 
@@ -119,6 +126,8 @@ class FakeEngineClient:
         self.decode_calls: list[DecodeRequest] = []
         self._passes = 0  # done of the last request for chains
         self.chain_findings: list[str] = []
+        #: What it says of its forward passes of chains.
+        self.cut: Cut = {"cut": 1, "captured": False}
         self.most_chains = 10**6  # for which there is room in the device's memory
         self.batches: list[BatchRequest] = []
         self.answered: list[BatchRequest] = []
@@ -250,13 +259,15 @@ class FakeEngineClient:
         return result
 
     def _decode(self, request: DecodeRequest) -> DecodeResult:
-        goes_on = self.decode_calls and {**self.decode_calls[-1], "passes": 0} == {**request, "passes": 0}
+        how = {"passes": 0, "parts": 0, "segments": 0}
+        goes_on = self.decode_calls and {**self.decode_calls[-1], **how} == {**request, **how}
         self.decode_calls.append(request.copy())
         self._passes = (self._passes if goes_on else 0) + request["passes"]
         rebuilt, nonces, steps = self.decode_facts["rebuilt"], request["nonces"], request["max_tokens"]
+        result = DecodeResult(complete=False, left=0, indices=[], margins=[], rebuilt=rebuilt, findings=[], **self.cut)
         if self._passes <= steps:  # one for the prefill
-            left = steps + 1 - self._passes
-            return DecodeResult(complete=False, left=left, indices=[], margins=[], rebuilt=rebuilt)
+            result["left"] = steps + 1 - self._passes
+            return result
         self._passes = 0
         self.decoded.append(request)
         self.computed += nonces
@@ -267,6 +278,6 @@ class FakeEngineClient:
                 self.sick[nonce] -= 1
                 points[-1] = -1
         compared = [margins(*row) for row in zip(found, claims, strict=True)] if request["forced"] else []
-        return DecodeResult(
-            complete=True, left=0, indices=found, margins=compared, rebuilt=rebuilt, findings=self.chain_findings
-        )
+        result["complete"], result["indices"], result["margins"] = True, found, compared
+        result["findings"] = self.chain_findings
+        return result

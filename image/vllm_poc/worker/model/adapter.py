@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import set_forward_context
+from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context, set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import PPMissingLayer
@@ -208,20 +208,34 @@ class ModelAdapter:
         Overwrites either. The last stage returns the output of the final norm ``[tokens, hidden]``, the others what
         the next one goes on with.
         """
-        # Compiled code expects token ids and knows nothing of the layer hooks.
-        context = set_forward_context(
-            plan.metadata,
-            self._config,
-            num_tokens=plan.shape.tokens,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            slot_mapping=plan.slot_mapping,
-            skip_compiled=True,
-        )
-        with context, self._base_model.alone(), model_inputs(self.model, inputs) as arguments:
+        with self.computing(plan), model_inputs(self.model, inputs) as arguments:
             before = IntermediateTensors(received) if received else None
             output = self.model(positions=plan.positions, intermediate_tensors=before, **arguments)
         made: StageOutput = output.tensors if isinstance(output, IntermediateTensors) else output
         return made
+
+    @contextmanager
+    def computing(self, plan: AttentionPlan, context: ForwardContext | None = None) -> Iterator[ForwardContext]:
+        """Let the base model compute the batch of this plan while the context lasts.
+
+        Yields what vLLM keeps of a forward pass. A pass that goes on brings its ``context``, with the number of the
+        next layer of experts, say.
+        """
+        if context is None:
+            # Compiled code expects token ids and knows nothing of the layer hooks.
+            kept = set_forward_context(
+                plan.metadata,
+                self._config,
+                num_tokens=plan.shape.tokens,
+                cudagraph_runtime_mode=CUDAGraphMode.NONE,
+                slot_mapping=plan.slot_mapping,
+                skip_compiled=True,
+            )
+        else:
+            context.attn_metadata, context.slot_mapping = plan.metadata, plan.slot_mapping
+            kept = override_forward_context(context)
+        with kept, self._base_model.alone():
+            yield get_forward_context()
 
 
 def token_vocabulary(config: ModelConfig) -> int | None:

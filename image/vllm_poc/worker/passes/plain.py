@@ -143,12 +143,22 @@ class SeededRouters:
 
     @contextmanager
     def choosing(self, logits: Tensor, tokens: int) -> Iterator[None]:
-        """Let one forward pass choose experts by ``logits`` while the context lasts.
+        """Let one forward pass choose experts by ``logits`` while the context lasts. Errors as of `asked_once`.
 
-        ``logits`` are float32 ``[routers, nonces, experts]``, of nonces with so many ``tokens`` each. RuntimeError if a
-        router was not asked exactly once: its experts would be the model's own choice.
+        ``logits`` are float32 ``[routers, nonces, experts]``, of nonces with so many ``tokens`` each.
         """
-        asked = [0] * len(self.routers)
+        asked = self.unasked()
+        with self.choosing_in_part(logits, tokens, asked):
+            yield
+        asked_once(asked)
+
+    def unasked(self) -> list[int]:
+        """Return how many times each router has been asked when a forward pass begins."""
+        return [0] * len(self.routers)
+
+    @contextmanager
+    def choosing_in_part(self, logits: Tensor, tokens: int, asked: list[int]) -> Iterator[None]:
+        """Do as `choosing` for a part of a forward pass, and add to how many times each router has been ``asked``."""
 
         def answer(number: int, own: Callable[..., _Answer], *args: object, **options: object) -> _Answer:
             asked[number] += 1
@@ -162,8 +172,12 @@ class SeededRouters:
             for number, router in enumerate(self.routers)
         ):
             yield
-        if any(count != 1 for count in asked):
-            raise RuntimeError(f"routers were asked {asked} times in a forward pass, not once each")
+
+
+def asked_once(asked: Sequence[int]) -> None:
+    """Raise RuntimeError if a router was not asked exactly once: its experts would be the model's own choice."""
+    if any(count != 1 for count in asked):
+        raise RuntimeError(f"routers were asked {asked} times in a forward pass, not once each")
 
 
 #: What a router returns: logits, or these and others.

@@ -10,7 +10,7 @@ from tests.support.fakes.clock import FakeClock, settle
 from tests.support.fakes.engine import FakeEngineClient, chain, vector
 from vllm_poc.rpc import DecodeRequest, DecodeResult
 from vllm_poc.server.autotune import GaveWayError
-from vllm_poc.server.chains import ChainScheduler, Computers, next_passes
+from vllm_poc.server.chains import ChainScheduler, Computers, next_cuts, next_passes
 from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine, WeightsChangedError
 from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.scheduler import ComputedChain, Scheduler, SliceResult
@@ -238,6 +238,43 @@ async def test_an_answer_that_is_not_the_chains_is_an_error(monkeypatch: pytest.
     monkeypatch.setattr(FakeEngineClient, "_decode", answer)
     with pytest.raises(EngineError, match=r"the workers (did not answer 1 chains of 21 steps|answered no chain)"):
         await work.run([1])
+
+
+@pytest.mark.parametrize("captured", [False, True])
+async def test_forward_passes_are_cut_into_parts_that_take_half_of_the_budget(captured: bool) -> None:
+    work = Work()
+    work.client.seconds_per_batch, work.client.cut = 0.07, {"cut": 4, "captured": captured}
+    await work.run([1])
+    first, second = work.client.decode_calls[:2]
+    assert (first["parts"], first["segments"]) == (8, 1), "chat waits for the very first one, too"
+    expected = (8, 12) if captured else (12, 1)
+    assert {(call["parts"], call["segments"]) for call in work.client.decode_calls[1:]} == {expected}
+    assert second["passes"] == 1
+    await work.run([2])
+    last = work.client.decode_calls[-1]
+    assert (last["parts"], last["segments"]) == expected, "the next batch begins with what is known"
+
+
+@pytest.mark.parametrize(
+    ("cut", "seconds", "expected"),
+    [
+        (1, 0.025, 1),
+        (1, 0.029, 1),
+        (1, 0.031, 2),
+        (1, 0.1, 4),
+        (2, 0.1, 8),
+        (8, 0.025, 8),
+        (8, 0.012, 8),
+        (8, 0.01, 4),
+        (8, 0.001, 1),
+        (8, 0.0, 1),
+        (2, 0.011, 2),
+        (4, 30.0, 64),
+        (64, 0.001, 4),
+    ],
+)
+def test_cuts_follow_the_time_that_parts_take(cut: int, seconds: float, expected: int) -> None:
+    assert next_cuts(cut, seconds, BUDGET / 2) == expected
 
 
 @pytest.mark.parametrize(

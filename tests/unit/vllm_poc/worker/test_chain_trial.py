@@ -17,7 +17,10 @@ TOLERANCE = margin_tolerance(torch.bfloat16, quantised=False)
 
 
 def chains(margins: list[float], points: list[int] | None = None) -> DecodeResult:
-    return DecodeResult(complete=True, left=0, indices=[points or [1] * len(margins)], margins=[margins], rebuilt=False)
+    points = points or [1] * len(margins)
+    return DecodeResult(
+        complete=True, left=0, cut=1, captured=False, indices=[points], margins=[margins], rebuilt=False
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,15 @@ from vllm_poc.worker.model.capabilities import decode_refusal
 
 SETUP = DecodeSetup(codebook="sphere_codebook.pt", rebuild=False, reserve_bytes=1)
 REQUEST = DecodeRequest(
-    block_hash="b10c", public_key="key", nonces=[1, 2], seq_len=4, max_tokens=3, forced=[], passes=1
+    block_hash="b10c",
+    public_key="key",
+    nonces=[1, 2],
+    seq_len=4,
+    max_tokens=3,
+    forced=[],
+    passes=1,
+    parts=1,
+    segments=1,
 )
 
 
@@ -70,6 +78,8 @@ def test_a_request_within_the_limits_is_not_refused() -> None:
         ({"seq_len": 1000, "max_tokens": 25}, r"at most 1024 \(--max-model-len\)"),
         ({"forced": [[1]]}, "1 claims for 2 nonces"),
         ({"passes": 0}, "passes 0"),
+        ({"parts": 0}, "parts 0"),
+        ({"segments": 0}, "segments 0"),
     ],
 )
 def test_a_request_beyond_the_limits_names_what_to_change(change: dict[str, Any], reason: str) -> None:
