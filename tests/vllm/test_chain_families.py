@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 NONCES = [0, 5, 2**31 - 1]
 #: Chains go on beyond windows of 128 tokens, and beyond what is compressed at 128.
 SEQ_LEN, STEPS = 122, 12
+#: More parts than these models have layers: each of these is one.
+EACH_LAYER = 64
 chains_of = partial(chain_request, seq_len=SEQ_LEN, steps=STEPS)
 SETUP = DecodeSetup(codebook=None, rebuild=True, reserve_bytes=2**27)
 #: What bfloat16 and an FP8 cache change of a margin: on average, and at most half of the network's tau.
@@ -82,11 +84,11 @@ def claims_of(nonces: Sequence[int]) -> list[list[int]]:
 
 def decoded(client: Client, request: DecodeRequest) -> dict[str, Any]:
     """Repeat the request until it is complete."""
-    for _ in range(STEPS + len(request["nonces"]) + 1):
+    for _ in range((STEPS + len(request["nonces"])) * EACH_LAYER + 1):
         answer: dict[str, Any] = client.worker("poc_decode", request)
         assert "error" not in answer, answer
         if answer["complete"]:
-            return answer
+            return {name: answer[name] for name in ("indices", "margins")}
     raise AssertionError("chains have no end")
 
 
@@ -105,16 +107,19 @@ def test_chains_are_those_of_one_pass_over_all_tokens(client: Client) -> None:
     assert len({point for row in found["indices"] for point in row}) > 8, "all chains are alike"
 
 
-def test_chat_and_prefill_run_between_steps_and_neither_changes_the_other(client: Client) -> None:
+@pytest.mark.parametrize("parts", [1, EACH_LAYER], ids=["between-steps", "within-steps"])
+def test_chat_and_prefill_run_beside_chains_and_neither_changes_the_other(client: Client, parts: int) -> None:
     prompt = "Something long enough to fill more than one block of the cache. " * 5
     before, artifacts = client.chat(prompt), client.artifacts(NONCES[:1])
-    request = chains_of(NONCES, passes=1)
-    expected = decoded(client, request)
+    request = chains_of(NONCES, passes=1, parts=parts)
+    expected = decoded(client, chains_of(NONCES))
     sums = client.worker("poc_test_cache_sums")
-    for _ in range(2):
-        assert not client.worker("poc_decode", request)["complete"]
-    assert client.worker("poc_test_cache_sums") == sums
-    assert client.chat(prompt) == before
-    assert client.artifacts(NONCES[:1]) == artifacts
+    for _ in range(3 if parts > 1 else 1):
+        for _ in range(2):
+            assert not client.worker("poc_decode", request)["complete"]
+        assert client.worker("poc_test_cache_sums") == sums
+        assert client.chat(prompt) == before
+        assert client.artifacts(NONCES[:1]) == artifacts
+        sums = client.worker("poc_test_cache_sums")
     assert decoded(client, request) == expected
     assert client.chat(prompt) == before

@@ -3,7 +3,8 @@
 
     extension      methods that the server calls; chooses the fused pass or vLLM's own
     model_runner   a batch on all ranks: fits it into memory, steps it through the stages of a pipeline
-    decoding       chains of the decode scheme, step by step          chain_trial   how they are computed here
+    decoding       the decode scheme: the chains that are under way
+    chain_batch    their forward passes, part by part          chain_trial   how they are computed here
     warm_up        makes a pass ready for repetition, and times it
     batch_queue    requests on their way through the stages
     graphs         captured passes          memory    what fits

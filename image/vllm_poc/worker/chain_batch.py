@@ -17,7 +17,7 @@ from vllm_poc.rpc import DecodeRequest, DecodeResult
 from vllm_poc.worker.chain_trial import ONE_BY_ONE
 from vllm_poc.worker.graphs import StepGraphs
 from vllm_poc.worker.model.adapter import AttentionPlan, ModelAdapter, StageInputs
-from vllm_poc.worker.model.chain_cache import ChainCache, StepPlan, moves_in_place
+from vllm_poc.worker.model.chain_cache import ChainCache, StepPlan, can_be_cut, moves_in_place
 from vllm_poc.worker.model.placement import ChainShape, Placement
 from vllm_poc.worker.model.scratch import BatchShape
 from vllm_poc.worker.passes.pausing import PausingPass, ends
@@ -76,8 +76,9 @@ class Chains:
         self.ran_dry = False
         self._captured: list[torch.cuda.CUDAGraph] = []
         self._capture_tries = _CAPTURE_TRIES
-        #: Into how many graphs a step may be cut: one if that has failed.
-        self._most_segments = len(model.adapter.own_layers)
+        #: Into how many parts a pass may be cut, and a step into how many graphs.
+        self._most_parts = len(model.adapter.own_layers) if can_be_cut(model.adapter.groups) else 1
+        self._most_segments = self._most_parts
         self._under_way: Generator[None, None, None] | None = None
         self._parts, self._parts_done = 1, 0
         self._may_capture = False
@@ -154,7 +155,7 @@ class Chains:
             self._replay(request["segments"])
             return
         if self._under_way is None:
-            self._parts = len(ends(self._model.adapter.own_layers, request["parts"]))
+            self._parts = min(request["parts"], self._most_parts)
             prefills = self._passes < len(self._prefills)
             self._under_way = self._prefill(self._prefills[self._passes]) if prefills else self._step()
         self._parts_done += 1

@@ -151,6 +151,14 @@ def moves_in_place(groups: Sequence[CacheGroup]) -> bool:
     return all(_updates(group) or type(group.builder).__name__ in _WITHOUT_POSITION | _ON_DEVICE for group in groups)
 
 
+def can_be_cut(groups: Sequence[CacheGroup]) -> bool:
+    """Whether chat may run in the middle of forward passes.
+
+    Not with DeepSeek-V4's attention, until a run on a GPU has compared such chains.
+    """
+    return all(type(group.builder).__name__ not in _ON_DEVICE for group in groups)
+
+
 def _updates(group: CacheGroup) -> bool:
     return bool(getattr(group.builder, "supports_draft_decode_metadata_update", False))
 

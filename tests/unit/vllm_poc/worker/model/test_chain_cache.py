@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="needs the worker environment: pytho
 pytest.importorskip("vllm", reason="needs the worker environment: python3 -m hack.vllm")
 
 from vllm_poc.rpc import DecodeFacts, chain_nonces  # noqa: E402
-from vllm_poc.worker.model.chain_cache import ChainReserve  # noqa: E402
+from vllm_poc.worker.model.chain_cache import ChainReserve, can_be_cut  # noqa: E402
 from vllm_poc.worker.model.placement import ChainShape, Placement  # noqa: E402
 from vllm_poc.worker.model.scratch import BatchShape, CacheGroup  # noqa: E402
 
@@ -151,3 +151,16 @@ def test_a_step_is_told_of_all_tokens_before_it_and_writes_behind_them() -> None
     assert [common.max_query_len for common in told] == [3, 1]
     assert [common.is_prefilling.tolist() for common in told] == [[True], [False, False]]
     assert told[1].positions.tolist() == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("builders", "expected"),
+    [
+        (["FlashAttentionMetadataBuilder"], True),
+        (["GDNAttentionMetadataBuilder", "FlashAttnMLASparseMetadataBuilder"], True),
+        (["CompressorMetadataBuilder", "DeepseekV4FlashMLAMetadataBuilder"], False),
+    ],
+)
+def test_passes_are_cut_with_attention_that_was_compared(builders: list[str], expected: bool) -> None:
+    groups: Any = [SimpleNamespace(builder=type(name, (), {})()) for name in builders]
+    assert can_be_cut(groups) == expected
