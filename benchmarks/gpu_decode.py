@@ -127,14 +127,14 @@ def _measured(options: argparse.Namespace) -> list[Row]:
 
 def _row(model: LLM, options: argparse.Namespace, nonces: int, prefills: int, bandwidth: float) -> Row:
     request = _request(options, nonces)
-    call(model, "poc_decode", {**request, "passes": prefills + 2})  # compiles kernels, and captures a step
+    _begin(model, request, prefills)  # compiles kernels, and captures a step
     other: DecodeRequest = {**request, "nonces": [nonce + nonces for nonce in request["nonces"]]}
-    prefill = _seconds(model, {**other, "passes": prefills})
-    steps = _seconds(model, {**other, "passes": options.max_tokens})
+    prefill = _seconds(model, {**other, "parts": prefills})
+    steps = _seconds(model, {**other, "parts": options.max_tokens})
     read = call(model, "poc_bench_step_bytes", request)
     limit = (read["weights"] + read["keys_and_values"]) / bandwidth
     if options.profile:
-        _profile(model, {**request, "passes": prefills}, nonces)
+        _profile(model, {**request, "parts": prefills}, nonces)
     return Row(
         nonces=nonces,
         prefill=prefill,
@@ -150,7 +150,7 @@ def _row(model: LLM, options: argparse.Namespace, nonces: int, prefills: int, ba
 def _profile(model: LLM, request: DecodeRequest, nonces: int) -> None:
     """Print which kernels take how much of a step."""
     call(model, "poc_decode", request)
-    found: Profile = call(model, "poc_bench_steps_profile", {**request, "passes": _PROFILED})
+    found: Profile = call(model, "poc_bench_steps_profile", {**request, "parts": _PROFILED})
     print(f"{nonces} chains, a step of {1000 * found['seconds'] / _PROFILED:.3f} ms")
     rows = sorted(
         ((kernel["seconds"], kernel["calls"], name) for name, kernel in found["kernels"].items()), reverse=True
@@ -166,9 +166,15 @@ def _profile(model: LLM, request: DecodeRequest, nonces: int) -> None:
 def _one_by_one(model: LLM, options: argparse.Namespace, nonces: int, prefills: int) -> float:
     """Return the mean seconds of some steps in the middle of the chains that are not captured."""
     request = _request(options, nonces)
-    call(model, "poc_decode", {**request, "passes": prefills + 2})
+    _begin(model, request, prefills)
     steps: int = options.eager_steps
-    return _seconds(model, {**request, "passes": steps}) / steps
+    return _seconds(model, {**request, "parts": steps}) / steps
+
+
+def _begin(model: LLM, request: DecodeRequest, prefills: int) -> None:
+    """Do the prefills and two steps. A call does passes of one kind, and ends once a step was captured."""
+    for parts in (prefills, 1, 1):
+        call(model, "poc_decode", {**request, "parts": parts})
 
 
 def _seconds(model: LLM, request: DecodeRequest) -> float:
@@ -185,9 +191,8 @@ def _request(options: argparse.Namespace, nonces: int) -> DecodeRequest:
         seq_len=options.seq_len[0],
         max_tokens=options.max_tokens,
         forced=[],
-        passes=1,
         parts=1,
-        segments=1,
+        cuts={"prefill": 1, "step": 1, "graph": 1},
     )
 
 

@@ -15,7 +15,7 @@ Any of them may answer `Failure` instead.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, NotRequired, Self, TypedDict
+from typing import Literal, NamedTuple, NotRequired, Self, TypeAlias, TypedDict
 
 from vllm_poc.wire.messages import Protocol, RoundRequest
 
@@ -198,16 +198,20 @@ def chain_nonces(facts: DecodeFacts, tokens: int) -> int:
     return max(0, min(facts["max_batch_nonces"], free // each if each else 0))
 
 
+#: What a part of the work on chains is of: the prefill of some nonces, a step whose operations the CPU starts one by
+#: one, or a step that is captured as CUDA graphs.
+ChainWork: TypeAlias = Literal["prefill", "step", "graph"]
+
+
 class DecodeRequest(TypedDict):
     """Chains of these nonces: a prefill of ``seq_len`` tokens, and ``max_tokens`` steps of one token.
 
-    An answer that is not complete says that the same request is to be repeated, as often as it takes: the workers do
-    ``passes`` forward passes each time, or so many parts of them, and go on where they were. Another request in between
-    begins anew.
+    An answer that is not complete says that the same request is to be repeated, as often as it takes: the workers do up
+    to ``parts`` parts of forward passes each time, and go on where they were. Another request in between begins anew. A
+    call ends with the last pass of a kind, and once a step was captured.
 
-    A forward pass is cut into so many ``parts``, behind layers, if the CPU starts its operations one by one: a prefill,
-    and the first steps. A step that is a CUDA graph has ``segments`` instead. Both may differ from call to call. They
-    count for what begins then, at most one for each layer.
+    ``cuts`` says into how many parts a forward pass of each kind is cut, behind layers: at most one for each. They may
+    differ from call to call, and count for passes that begin then.
 
     ``forced`` is empty, or has the claimed indices of each nonce: each step then goes on from the claim of the step
     before. Steps behind the end of a claim go on from their own index.
@@ -219,16 +223,15 @@ class DecodeRequest(TypedDict):
     seq_len: int
     max_tokens: int
     forced: list[list[int]]
-    passes: int
     parts: int
-    segments: int
+    cuts: dict[ChainWork, int]
 
 
 class DecodeResult(TypedDict):
     """What the first rank answers; the other ranks answer None. Without results if it is not ``complete``.
 
-    ``left`` is how many forward passes, or parts of them, the request still needs. ``cut`` is into how many the last
-    one was cut, and ``captured`` whether it was a CUDA graph.
+    The call has done so many ``parts`` of ``work``, whose passes are ``cut`` into so many, and ``captures`` says
+    whether it captured a step, too. ``left`` is how many parts the request still needs, and ``next`` of what they are.
     ``indices`` has max_tokens + 1 own indices for each nonce of the request, -1 where a hidden state was not finite.
     ``margins`` runs parallel to the claims of ``forced``: how far the claimed point scores below the best one.
     ``rebuilt`` says that the codebook is not the network's, so that the indices are for experiments alone.
@@ -237,8 +240,11 @@ class DecodeResult(TypedDict):
 
     complete: bool
     left: int
+    work: ChainWork
+    parts: int
     cut: int
-    captured: bool
+    captures: bool
+    next: ChainWork
     indices: list[list[int]]
     margins: list[list[float]]
     rebuilt: bool

@@ -54,8 +54,8 @@ def chains_of(
     nonces: Sequence[int],
     forced: Sequence[Sequence[int]] = (),
     *,
-    passes: int = 5,
-    parts: int = 1,
+    parts: int = 5,
+    cut: int = 1,
     segments: int = 1,
 ) -> DecodeRequest:
     return DecodeRequest(
@@ -65,9 +65,8 @@ def chains_of(
         seq_len=SEQ_LEN,
         max_tokens=STEPS,
         forced=[list(claim) for claim in forced],
-        passes=passes,
         parts=parts,
-        segments=segments,
+        cuts={"prefill": cut, "step": cut, "graph": segments},
     )
 
 
@@ -111,7 +110,7 @@ def asked(model: LLM, method: str, *args: object) -> Any:  # noqa: ANN401 - each
 
 def decoded(model: LLM, request: DecodeRequest) -> dict[str, Any]:
     """Repeat the request until it is complete."""
-    for _ in range((STEPS + len(request["nonces"])) * max(request["parts"], request["segments"]) + 1):
+    for _ in range((STEPS + len(request["nonces"])) * max(request["cuts"].values()) + 1):
         answer: dict[str, Any] = asked(model, "poc_decode", request)
         if answer["complete"]:
             return {name: answer[name] for name in ("indices", "margins")}
@@ -129,11 +128,11 @@ def test_captured_steps_give_the_same_bits(model: LLM) -> None:
     assert asked(model, "poc_test_captures")
     requests = [
         chains_of(NONCES),
-        chains_of([nonce + 100 for nonce in range(len(NONCES))], passes=1),
-        chains_of(NONCES, claims_of(NONCES), passes=40),
-        chains_of(NONCES[:7], passes=3),
-        chains_of(NONCES, passes=1, parts=3, segments=2),
-        chains_of(NONCES, claims_of(NONCES), passes=4, parts=2, segments=3),
+        chains_of([nonce + 100 for nonce in range(len(NONCES))], parts=1),
+        chains_of(NONCES, claims_of(NONCES), parts=40),
+        chains_of(NONCES[:7], parts=3),
+        chains_of(NONCES, parts=1, cut=3, segments=2),
+        chains_of(NONCES, claims_of(NONCES), parts=4, cut=2, segments=3),
     ]
     captured = [decoded(model, request) for request in [*requests, *requests]]
     assert captured[: len(requests)] == captured[len(requests) :]
@@ -167,7 +166,7 @@ def test_chains_are_those_of_one_pass_over_all_tokens(model: LLM) -> None:
 def test_chat_and_prefill_run_beside_chains_and_neither_changes_the_other(model: LLM, cuts: int) -> None:
     from tests.support.builders.batches import a_batch  # noqa: PLC0415
 
-    request, batch = chains_of(NONCES, passes=1, parts=cuts, segments=cuts), a_batch(range(8), seq_len=SEQ_LEN)
+    request, batch = chains_of(NONCES, parts=1, cut=cuts, segments=cuts), a_batch(range(8), seq_len=SEQ_LEN)
     expected = decoded(model, chains_of(NONCES))
     answer(model)  # from now on all of the prompt but its last block comes from the cache
     chat, artifacts = answer(model), asked(model, "poc_compute", batch)
@@ -203,16 +202,16 @@ def test_a_server_as_users_start_it_captures_steps_and_chat_keeps_its_tokens(rea
             assert "error" not in found, found
         return {name: found[name] for name in ("indices", "margins")}
 
-    chat, request = real_client.chat("Tell me about licenses."), chains_of(NONCES, passes=4)
+    chat, request = real_client.chat("Tell me about licenses."), chains_of(NONCES, parts=4)
     assert real_client.worker("poc_prepare_decode", SETUP)["refusal"] is None
     assert real_client.worker("poc_test_captures")
     before = real_client.worker("poc_test_kv_checksum")
     captured = all_of(request)
     assert real_client.worker("poc_test_kv_checksum") == before
-    assert not real_client.worker("poc_decode", chains_of(NONCES, passes=10))["complete"]
+    assert not real_client.worker("poc_decode", chains_of(NONCES, parts=10))["complete"]
     assert real_client.chat("Tell me about licenses.") == chat
     assert all_of(request) == captured
-    cut = chains_of(NONCES, passes=1, parts=3, segments=2)
+    cut = chains_of(NONCES, parts=1, cut=3, segments=2)
     for _ in range(9):
         assert not real_client.worker("poc_decode", cut)["complete"]
         assert real_client.chat("Tell me about licenses.") == chat

@@ -41,8 +41,8 @@ def chain_request(
     *,
     seq_len: int,
     steps: int,
-    passes: int = 5,
-    parts: int = 1,
+    parts: int = 5,
+    cut: int = 1,
     segments: int = 1,
 ) -> DecodeRequest:
     """Return the request for chains of the round that the tests' client asks for."""
@@ -53,9 +53,8 @@ def chain_request(
         seq_len=seq_len,
         max_tokens=steps,
         forced=[list(claim) for claim in forced],
-        passes=passes,
         parts=parts,
-        segments=segments,
+        cuts={"prefill": cut, "step": cut, "graph": segments},
     )
 
 

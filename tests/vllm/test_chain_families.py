@@ -111,7 +111,7 @@ def test_chains_are_those_of_one_pass_over_all_tokens(client: Client) -> None:
 def test_chat_and_prefill_run_beside_chains_and_neither_changes_the_other(client: Client, parts: int) -> None:
     prompt = "Something long enough to fill more than one block of the cache. " * 5
     before, artifacts = client.chat(prompt), client.artifacts(NONCES[:1])
-    request = chains_of(NONCES, passes=1, parts=parts)
+    request = chains_of(NONCES, parts=1, cut=parts)
     expected = decoded(client, chains_of(NONCES))
     sums = client.worker("poc_test_cache_sums")
     for _ in range(3 if parts > 1 else 1):

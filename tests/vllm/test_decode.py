@@ -122,7 +122,7 @@ def test_chat_and_prefill_run_between_steps_and_neither_changes_the_other(model:
     client, prompt = model.client, "Something long enough to fill more than one block of the cache. " * 5
     before, artifacts = client.chat(prompt), client.artifacts(NONCES)
     checksum = client.worker("poc_test_kv_checksum")
-    request = chains_of(NONCES, passes=1)
+    request = chains_of(NONCES, parts=1)
     assert not client.worker("poc_decode", request)["complete"]
     assert not client.worker("poc_decode", request)["complete"]
     assert client.worker("poc_test_kv_checksum") == checksum
@@ -138,7 +138,7 @@ def test_chat_and_prefill_run_in_the_middle_of_forward_passes_and_neither_change
     client, prompt = model.client, "Something long enough to fill more than one block of the cache. " * 5
     before, artifacts = client.chat(prompt), client.artifacts(NONCES)
     checksum = client.worker("poc_test_kv_checksum")
-    request, left = chains_of(NONCES, passes=1, parts=LAYERS), list[int]()
+    request, left = chains_of(NONCES, parts=1, cut=LAYERS), list[int]()
     while not (found := client.worker("poc_decode", request))["complete"]:
         assert "error" not in found, found
         left.append(found["left"])
@@ -150,7 +150,7 @@ def test_chat_and_prefill_run_in_the_middle_of_forward_passes_and_neither_change
             checksum = client.worker("poc_test_kv_checksum")
     assert found["indices"] == [chain.points for chain in model.chains]
     assert left == list(range(LAYERS * (PREFILLS + STEPS) - 1, 0, -1)), "each call is a part"
-    assert (found["cut"], found["captured"]) == (LAYERS, False)
+    assert (found["work"], found["cut"], found["parts"]) == ("step", LAYERS, 1)
     assert client.chat(prompt) == before
 
 
@@ -158,24 +158,24 @@ def test_the_number_of_parts_may_change_from_call_to_call(model: Model) -> None:
     expected = [chain.points for chain in model.chains]
     for numbers in ([2, 3, 1], [1000, 1, 2]):
         parts = cycle(numbers)
-        while not (found := model.client.worker("poc_decode", chains_of(NONCES, passes=1, parts=next(parts))))[
-            "complete"
-        ]:
+        while not (found := model.client.worker("poc_decode", chains_of(NONCES, parts=1, cut=next(parts))))["complete"]:
             assert "error" not in found, found
         assert found["indices"] == expected
 
 
 def test_a_forward_pass_that_nobody_goes_on_with_is_dropped(model: Model) -> None:
     client = model.client
-    for request in (chains_of(NONCES[:1], passes=2, parts=2), chains_of(NONCES, passes=1, parts=LAYERS)):
+    for request in (chains_of(NONCES[:1], parts=2, cut=2), chains_of(NONCES, parts=1, cut=LAYERS)):
         assert not client.worker("poc_decode", request)["complete"]
-        assert not client.worker("poc_decode", {**request, "block_hash": "another", "passes": 1})["complete"]
+        assert not client.worker("poc_decode", {**request, "block_hash": "another", "parts": 1})["complete"]
         assert int(client.worker("poc_test_waiting_passes")) == 1
         assert decoded(client, chains_of(NONCES[1:]))["indices"] == [chain.points for chain in model.chains[1:]]
         assert int(client.worker("poc_test_waiting_passes")) == 0
-    assert not client.worker("poc_decode", chains_of(NONCES, passes=1, parts=LAYERS))["complete"]
-    client.worker("poc_prepare_decode", SETUP)
-    assert int(client.worker("poc_test_waiting_passes")) == 0
+    for drop in (["poc_forget"], ["poc_prepare_decode", SETUP]):
+        assert client.worker("poc_prepare_decode", SETUP)["refusal"] is None
+        assert not client.worker("poc_decode", chains_of(NONCES, parts=1, cut=LAYERS))["complete"]
+        client.worker(*drop)
+        assert int(client.worker("poc_test_waiting_passes")) == 0
 
 
 def test_captured_steps_have_as_many_graphs_as_asked_for(model: Model) -> None:
@@ -184,11 +184,14 @@ def test_captured_steps_have_as_many_graphs_as_asked_for(model: Model) -> None:
         client.worker("poc_test_capture_steps", 0)
         tries = []
         for segments in (1, 2, 2, 1000, 1):
-            found = decoded(client, chains_of(NONCES, passes=1, segments=segments))
+            found = decoded(client, chains_of(NONCES, parts=1, segments=segments))
             assert found["indices"] == expected
-            assert (found["cut"], found["captured"]) == (min(segments, LAYERS), True)
+            assert (found["work"], found["cut"]) == ("graph", min(segments, LAYERS))
             tries.append(int(client.worker("poc_test_capture_tries")))
         assert tries == [1, 2, 2, 3, 4]
+        client.worker("poc_test_capture_steps", 0)
+        few = chain_request(NONCES, seq_len=SEQ_LEN, steps=2, parts=1, cut=LAYERS, segments=2)
+        assert decoded(client, few)["indices"] == [chain[:3] for chain in expected], "parts are more than steps"
     finally:
         client.worker("poc_prepare_decode", SETUP)
 
@@ -249,8 +252,8 @@ def test_the_reserve_holds_what_it_says_and_no_more(model: Model) -> None:
         facts = client.worker("poc_prepare_decode", small)
         most = chain_nonces(facts, SEQ_LEN + STEPS)
         assert 1 <= most < facts["max_batch_nonces"]
-        assert "error" not in client.worker("poc_decode", chains_of(range(most), passes=1))
-        refused = client.worker("poc_decode", chains_of(range(most + 1), passes=1))["error"]
+        assert "error" not in client.worker("poc_decode", chains_of(range(most), parts=1))
+        refused = client.worker("poc_decode", chains_of(range(most + 1), parts=1))["error"]
         assert f"{most + 1} chains of {SEQ_LEN + STEPS} tokens" in refused
     finally:
         client.worker("poc_prepare_decode", SETUP)

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.error import URLError
 
 import pytest
@@ -25,7 +25,7 @@ from tests.vllm.device import (
 )
 from tests.vllm.server import serving
 from tests.vllm.test_chat import PROMPTS, answers, poc_running
-from vllm_poc.rpc import BatchRequest, DecodeRequest, DecodeSetup
+from vllm_poc.rpc import BatchRequest, DecodeRequest, DecodeResult, DecodeSetup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -263,10 +263,16 @@ def chains(nonces: list[int]) -> DecodeRequest:
         seq_len=CHAIN_TOKENS,
         max_tokens=CHAIN_STEPS,
         forced=[],
-        passes=len(nonces) + CHAIN_STEPS,
-        parts=1,
-        segments=1,
+        parts=len(nonces) + CHAIN_STEPS,
+        cuts={"prefill": 1, "step": 1, "graph": 1},
     )
+
+
+def whole(parallel: Client, request: DecodeRequest) -> DecodeResult:
+    """Compute the chains to their end: a call does passes of one kind."""
+    while not (found := answer(parallel, "poc_decode", request)).get("complete"):
+        assert "error" not in found, found
+    return cast("DecodeResult", found)
 
 
 def test_chains_are_those_of_another_implementation(parallel: Client, model: Path) -> None:
@@ -274,8 +280,8 @@ def test_chains_are_those_of_another_implementation(parallel: Client, model: Pat
 
     if not decodes(parallel):
         return
-    found = answer(parallel, "poc_decode", chains(NONCES))["indices"]
-    assert answer(parallel, "poc_decode", chains(NONCES))["indices"] == found
+    found = whole(parallel, chains(NONCES))["indices"]
+    assert whole(parallel, chains(NONCES))["indices"] == found
     if not ON_GPU:  # where rounding is another one
         reference = DecodeReference(model)
         assert found == [reference.chain(nonce, CHAIN_TOKENS, CHAIN_STEPS).points for nonce in NONCES]
@@ -286,15 +292,15 @@ def test_a_rank_that_lacks_memory_for_chains_ends_no_other(parallel: Client, lac
     """It runs out of it where the other one would wait within a collective. Fewer chains are computed then."""
     if not decodes(parallel):
         return
-    expected = answer(parallel, "poc_decode", chains(NONCES))["indices"]
+    expected = whole(parallel, chains(NONCES))["indices"]
     assert decodes(parallel), "what ran before needs no dry run"
     parallel.workers("poc_test_lack_memory", lacking, 2 * CHAIN_TOKENS)
     errors = {found["error"] for found in parallel.workers("poc_decode", chains(NONCES))}
     assert len(errors) == 1
     assert "MemoryError: the GPU has no room for 4 chains at a time" in errors.pop()
-    assert answer(parallel, "poc_decode", chains(NONCES[:2]))["indices"] == expected[:2]
+    assert whole(parallel, chains(NONCES[:2]))["indices"] == expected[:2]
     parallel.workers("poc_test_lack_memory", None)
-    assert answer(parallel, "poc_decode", chains(NONCES))["indices"] == expected
+    assert whole(parallel, chains(NONCES))["indices"] == expected
     assert parallel.is_healthy()
 
 

@@ -12,13 +12,14 @@ computes the batch that is under way to its end if that comes soon enough, and d
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import ceil, inf
 from typing import NamedTuple
 
 from vllm_poc.logs import get_logger
-from vllm_poc.rpc import DecodeRequest, DecodeResult
+from vllm_poc.rpc import ChainWork, DecodeRequest, DecodeResult
 from vllm_poc.server.autotune import GaveWayError, SliceSize
 from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine
 from vllm_poc.server.gate import Busy
@@ -41,8 +42,11 @@ _log = get_logger(__name__)
 #: A call takes up to this share of the time budget: a chat that comes meanwhile waits for it, and then for its own
 #: prefill. Of other work two slices share the budget.
 _SHARE = 0.5
-#: Into how many parts the very first forward pass is cut, and into how many at most.
-_FIRST_PARTS, _MOST_PARTS = 8, 64
+#: Into how many parts forward passes are cut before any was timed, and into how many at most.
+_FIRST_CUTS: dict[ChainWork, int] = {"prefill": 8, "step": 8, "graph": 1}
+_MOST_PARTS = 64
+#: Sizes of batches of which the cuts are remembered.
+_SIZES = 16
 #: Parts may take so many times as long as they should before there are more of them: a step is captured anew for that.
 _TOLERATED = 1.2
 
@@ -74,23 +78,23 @@ class ChainBatch:
         _log.warning("%d chains find no memory, so that batches have %d from now on: %s", nonces, self.nonces, error)
 
 
-class Cuts:
-    """Into how many parts the workers cut forward passes, so that each part takes up to ``seconds``."""
+class Pace:
+    """How much a call does for batches of one size, so that it takes up to ``seconds``."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        #: Of a pass whose operations the CPU starts one by one.
-        self.parts = _FIRST_PARTS
-        #: Of a step that is a CUDA graph.
-        self.segments = 1
+        #: Into how many parts a forward pass is cut, by kind.
+        self.cuts = _FIRST_CUTS.copy()
 
-    def learn(self, result: DecodeResult, seconds: float) -> None:
-        """Adapt to a call whose passes, or parts of one, took so many seconds each."""
-        wanted = next_cuts(result["cut"], seconds, self._seconds)
-        if result["captured"]:
-            self.segments = wanted
-        else:
-            self.parts = wanted
+    def next_parts(self, result: DecodeResult, seconds: float) -> int:
+        """Return how many parts the next call does, when one took so many seconds, and adapt the cuts."""
+        if result["captures"]:
+            return 1  # capturing is part of these seconds
+        work = result["work"]
+        self.cuts[work] = next_cut(result["cut"], seconds / result["parts"], self._seconds)
+        if result["next"] != work or self.cuts[work] != result["cut"]:
+            return 1
+        return next_parts(result["parts"], seconds, self._seconds)
 
 
 class ChainScheduler:
@@ -102,7 +106,7 @@ class ChainScheduler:
         self._scheduler = scheduler
         self._engine = engine
         self._call_seconds = _SHARE * settings.slice_seconds
-        self._cuts = Cuts(self._call_seconds)
+        self._paces = OrderedDict[int, Pace]()
         self._turn = asyncio.Lock()  # of the batch that the workers keep
 
     async def autotune(
@@ -173,7 +177,7 @@ class ChainScheduler:
         busy: Busy | None = None,
         gives_way: Callable[[], bool] = keeps_on,
     ) -> DecodeResult:
-        needed = inf  # seconds, as far as is known
+        needed, pace = inf, self._pace(len(message["nonces"]))  # seconds, as far as is known
         while True:
             async with self._scheduler.turn:
                 if gives_way():
@@ -182,17 +186,19 @@ class ChainScheduler:
                 result, seconds = await self._scheduler.step(call, busy, weights, needed=needed)
             if result["complete"]:
                 return result
-            needed = result["left"] * seconds / message["passes"]
-            self._cuts.learn(result, seconds / message["passes"])
-            message = {
-                **message,
-                "passes": next_passes(message["passes"], seconds, self._call_seconds),
-                "parts": self._cuts.parts,
-                "segments": self._cuts.segments,
-            }
+            needed = result["left"] * seconds / result["parts"]
+            message = {**message, "parts": pace.next_parts(result, seconds), "cuts": pace.cuts.copy()}
+
+    def _pace(self, nonces: int) -> Pace:
+        """Return what is known of batches of so many chains."""
+        pace = self._paces.pop(nonces, None) or Pace(self._call_seconds)
+        self._paces[nonces] = pace
+        if len(self._paces) > _SIZES:
+            self._paces.popitem(last=False)
+        return pace
 
     def _message(self, request: RoundRequest, nonces: Sequence[int], claims: Claims) -> DecodeRequest:
-        """Return the message for a batch; its first call is a single forward pass."""
+        """Return the message for a batch; its first call is a single part."""
         return DecodeRequest(
             block_hash=request.block_hash,
             public_key=request.public_key,
@@ -200,9 +206,8 @@ class ChainScheduler:
             seq_len=request.effective_seq_len,
             max_tokens=request.max_tokens,
             forced=[list(claims[nonce]) for nonce in nonces] if claims else [],
-            passes=1,
-            parts=self._cuts.parts,
-            segments=self._cuts.segments,
+            parts=1,
+            cuts=self._pace(len(nonces)).cuts.copy(),
         )
 
     async def _attempted(self, message: DecodeRequest) -> None:
@@ -225,16 +230,16 @@ class Computers(NamedTuple):
         return request.protocol is Protocol.DECODE and self.chains.rebuilt
 
 
-def next_passes(passes: int, seconds: float, budget: float) -> int:
-    """Return how many forward passes fit into a call of ``budget`` seconds, when ``passes`` took so many seconds.
+def next_parts(parts: int, seconds: float, budget: float) -> int:
+    """Return how many parts fit into a call of ``budget`` seconds, when so many took ``seconds``.
 
     At most twice as many, since the next ones may be longer.
     """
-    fitting = int(passes * budget / seconds) if seconds > 0 else 2 * passes
-    return max(1, min(2 * passes, fitting))
+    fitting = int(parts * budget / seconds) if seconds > 0 else 2 * parts
+    return max(1, min(2 * parts, fitting))
 
 
-def next_cuts(cut: int, seconds: float, budget: float) -> int:
+def next_cut(cut: int, seconds: float, budget: float) -> int:
     """Return into how many parts to cut a forward pass, when each of ``cut`` took so many seconds.
 
     Fewer only if half as many would do.

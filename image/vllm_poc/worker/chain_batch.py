@@ -13,9 +13,10 @@ from vllm_poc.logs import get_logger
 from vllm_poc.maths import decode
 from vllm_poc.maths.decode import Codebook
 from vllm_poc.maths.sampling import fill_inputs, input_seeds, layer_vectors, token_ids, token_seed
-from vllm_poc.rpc import DecodeRequest, DecodeResult
+from vllm_poc.rpc import ChainWork, DecodeRequest, DecodeResult
 from vllm_poc.worker.chain_trial import ONE_BY_ONE
 from vllm_poc.worker.graphs import StepGraphs
+from vllm_poc.worker.memory import has_room_beside_chat
 from vllm_poc.worker.model.adapter import AttentionPlan, ModelAdapter, StageInputs
 from vllm_poc.worker.model.chain_cache import ChainCache, StepPlan, can_be_cut, moves_in_place
 from vllm_poc.worker.model.placement import ChainShape, Placement
@@ -27,6 +28,10 @@ _log = get_logger(__name__)
 
 #: Batches of a size in which steps are tried to be captured, until it succeeds.
 _CAPTURE_TRIES = 3
+#: How often in a batch a step may be captured anew, to have other segments.
+_RECAPTURES = 3
+#: What a pass that waits holds at most, in hidden states of all of its tokens: those of several streams, and of hooks.
+_HELD = 8
 _ENDED = object()
 
 
@@ -76,12 +81,16 @@ class Chains:
         self.ran_dry = False
         self._captured: list[torch.cuda.CUDAGraph] = []
         self._capture_tries = _CAPTURE_TRIES
-        #: Into how many parts a pass may be cut, and a step into how many graphs.
-        self._most_parts = len(model.adapter.own_layers) if can_be_cut(model.adapter.groups) else 1
-        self._most_segments = self._most_parts
+        #: Into how many parts a pass may be cut.
+        self._most_parts = len(model.adapter.own_layers) if can_be_cut(model.adapter) else 1
         self._under_way: Generator[None, None, None] | None = None
+        #: Of the pass that is under way, or was last.
         self._parts, self._parts_done = 1, 0
         self._may_capture = False
+        self._recaptures = 0
+        #: What the last call did, whether it captured a step, and whether a pass could not pause for lack of memory.
+        self._work: ChainWork = "prefill"
+        self._did, self._captures, self._crowded = 0, False, False
         self._workspace: object = None
         self._plan: StepPlan | None = None
         nonces, steps, together = shape.nonces, 1 + shape.max_tokens, shape.together
@@ -102,9 +111,12 @@ class Chains:
         self.stop()
         model = self._model
         self._request = request
+        self._cuts = request["cuts"]
         self._cache = cache
         self._passes = 0
         self._parts_done = 0
+        self._crowded = False
+        self._recaptures = _RECAPTURES
         self._may_capture = self._graphs is not None and self._capture_tries > 0
         seeded = (self._bases, self._first_picks, self._tokens, self._routes)
         for tensor, values in zip(seeded, self._seeds(), strict=True):
@@ -135,37 +147,39 @@ class Chains:
     @property
     def done(self) -> bool:
         """Whether all steps were taken."""
-        return not self.left
+        return self._passes == len(self._prefills) + self._shape.max_tokens
+
+    @property
+    def coming(self) -> ChainWork:
+        """Of what the next part is."""
+        if self._passes < len(self._prefills):
+            return "prefill"
+        return "graph" if self._captured and self._under_way is None else "step"
 
     @property
     def left(self) -> int:
-        """How many forward passes, or parts of them, are left."""
-        prefills = max(0, len(self._prefills) - self._passes)
-        steps = len(self._prefills) + self._shape.max_tokens - self._passes - prefills
-        each = len(self._captured) or (1 if self._may_capture else self._parts)
-        return prefills * self._parts + steps * each - self._parts_done
+        """How many parts of forward passes are left, as these are cut now."""
+        begun = self._passes + (self._under_way is not None)
+        prefills = max(0, len(self._prefills) - begun)
+        steps = len(self._prefills) + self._shape.max_tokens - begun - prefills
+        each = len(self._captured) or (1 if self._may_capture else self._wanted("step"))
+        under_way = self._parts if self._under_way is not None else 0
+        return prefills * self._wanted("prefill") + steps * each + under_way - self._parts_done
 
     def continues_with(self, request: DecodeRequest) -> bool:
         """Whether these are the chains of the request."""
         return _what(request) == _what(self._request)
 
     def advance(self, request: DecodeRequest) -> None:
-        """Do one forward pass, or a part of it: of the prefill of some nonces, or of a step of all."""
-        if self._passes >= len(self._prefills) and self._captured and self._under_way is None:
-            self._replay(request["segments"])
-            return
-        if self._under_way is None:
-            self._parts = min(request["parts"], self._most_parts)
-            prefills = self._passes < len(self._prefills)
-            self._under_way = self._prefill(self._prefills[self._passes]) if prefills else self._step()
-        self._parts_done += 1
-        if _goes_on(self._under_way):
-            return
-        self._under_way, self._parts_done = None, 0
-        self._passes += 1
-        if self._passes > len(self._prefills) and self._may_capture:
-            self._may_capture = False
-            self._capture(1)
+        """Do up to as many parts as the request says: of the prefill of some nonces, or of steps of all."""
+        self._cuts = request["cuts"]
+        self._work, self._did, self._captures = self.coming, 0, False
+        while not self.done and self._did < request["parts"] and self.coming == self._work and not self._captures:
+            if self._work == "graph":
+                self._replay()
+            else:
+                self._run()
+            self._did += 1
 
     def stop(self) -> None:
         """Drop a forward pass that is under way."""
@@ -175,12 +189,14 @@ class Chains:
 
     def result(self) -> DecodeResult:
         """Return all indices, and the margins of the claims, if all steps were taken; else what is left."""
-        captured = bool(self._captured) and self._passes > len(self._prefills)
         result = DecodeResult(
             complete=self.done,
             left=self.left,
-            cut=len(self._captured) if captured else self._parts,
-            captured=captured,
+            work=self._work,
+            parts=self._did,
+            cut=len(self._captured) if self._work == "graph" else self._parts,
+            captures=self._captures,
+            next=self.coming,
             indices=[],
             margins=[],
             rebuilt=self._model.codebook.rebuilt,
@@ -188,16 +204,56 @@ class Chains:
         if not self.done:
             return result
         claims, margins = self._request["forced"], self._margins.tolist()
-        slow = [f"Steps of {self._shape.nonces} chains could not be captured: {ONE_BY_ONE}."]
         result["indices"] = self._points.tolist()
         result["margins"] = [row[: min(len(claim), len(row))] for row, claim in zip(margins, claims, strict=False)]
-        result["findings"] = slow if self._graphs is not None and not self._captured else []
+        result["findings"] = self._findings()
         return result
 
-    def _replay(self, segments: int) -> None:
-        """Enqueue the next graph of a step, or of one that is captured anew since it is to have other ``segments``."""
-        segments = max(1, min(segments, self._most_segments))
-        if not self._parts_done and segments != len(self._captured):
+    def _findings(self) -> list[str]:
+        found = []
+        if self._graphs is not None and not self._captured:
+            found.append(f"Steps of {self._shape.nonces} chains could not be captured: {ONE_BY_ONE}.")
+        if self._crowded:
+            found.append(
+                "Chat waits for whole forward passes of chains, since the GPU has no memory for it beside a part of "
+                "one: start vLLM with a lower --gpu-memory-utilization."
+            )
+        return found
+
+    def _wanted(self, work: ChainWork) -> int:
+        """Return into how many parts a pass is cut that begins now."""
+        most = 1 if work == "graph" and self._model.adapter.counts_experts else self._most_parts
+        return max(1, min(self._cuts[work], most))
+
+    def _run(self) -> None:
+        """Enqueue the next part of a pass whose operations the CPU starts one by one."""
+        if self._under_way is None:
+            prefills, parts = self.coming == "prefill", self._wanted(self.coming)
+            tokens = len(self._prefills[0]) * self._shape.seq_len if prefills else self._shape.nonces
+            self._parts = parts if parts == 1 or self._may_pause(tokens) else 1
+            self._under_way = self._prefill(self._prefills[self._passes]) if prefills else self._step()
+        self._parts_done += 1
+        if _goes_on(self._under_way):
+            return
+        self._under_way, self._parts_done = None, 0
+        self._passes += 1
+        if self._passes > len(self._prefills) and self._may_capture:
+            self._may_capture, self._captures = False, True
+            self._capture(self._wanted("graph"))
+
+    def _may_pause(self, tokens: int) -> bool:
+        """Whether chat would find its memory on all ranks while a pass of so many tokens waits."""
+        adapter = self._model.adapter
+        held = _HELD * tokens * self._model.hidden * adapter.dtype.itemsize
+        found = adapter.ranks.agreed(has_room_beside_chat(adapter.device, adapter.chat_peak, held))
+        self._crowded = self._crowded or not found
+        return found
+
+    def _replay(self) -> None:
+        """Enqueue the next graph of a step. One that is to have other segments is captured anew before it begins."""
+        segments = self._wanted("graph")
+        if not self._parts_done and segments != len(self._captured) and self._recaptures:
+            self._recaptures, self._captures = self._recaptures - 1, True
             self._capture(segments)
         self._captured[self._parts_done].replay()
         self._parts_done += 1
@@ -250,8 +306,8 @@ class Chains:
     def _capture(self, segments: int) -> None:
         """Make a step so many CUDA graphs, once one has run. If the first try fails, a later batch may try again."""
         assert self._graphs is not None  # noqa: S101 - by `begin`
-        layers, self._parts = self._model.adapter.own_layers, 1
-        cuts = [layer for layer in ends(layers, segments) if layer is not None]
+        self._parts = 1
+        cuts = [layer for layer in ends(self._model.adapter.own_layers, segments) if layer is not None]
         try:
             captured = self._graphs.capture(lambda: _finish(self._step()), cuts, self._move_plan)
         except RuntimeError:
@@ -261,7 +317,7 @@ class Chains:
             self._captured, self._capture_tries = captured, 0
             self._workspace = self._model.pass_.workspace()
         elif self._captured:
-            self._most_segments = len(self._captured)
+            self._recaptures = 0
         else:
             self._capture_tries -= 1
 
@@ -327,7 +383,7 @@ class Chains:
 
 def _what(request: DecodeRequest) -> DecodeRequest:
     """Return the request without how it is computed."""
-    return {**request, "passes": 0, "parts": 0, "segments": 0}
+    return {**request, "parts": 0, "cuts": {}}
 
 
 def _goes_on(under_way: Generator[None, None, None]) -> bool:

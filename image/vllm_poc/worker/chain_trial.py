@@ -65,23 +65,30 @@ def _request(nonces: int) -> DecodeRequest:
         seq_len=_TOKENS,
         max_tokens=_STEPS,
         forced=claims,
-        passes=nonces + _STEPS,
-        parts=1,
-        segments=1,
+        parts=nonces + _STEPS,
+        cuts={"prefill": 1, "step": 1, "graph": 1},
     )
 
 
 def _choose(decoder: Decoder, request: DecodeRequest) -> None:
     with decoder.uncaptured():
-        found = decoder.run(request)
+        found = _whole(decoder, request)
         if not isinstance(decoder.pass_, PlainPass):
             found = _compared(decoder, request, found)
     if decoder.captures:
-        captured = decoder.run(request)
+        captured = _whole(decoder, request)
         if not decoder.adapter.ranks.agreed(_values(captured) == _values(found)):
             decoder.start_steps_one_by_one()
             decoder.findings.append(f"Captured decode steps give other indices than others: {ONE_BY_ONE}.")
     decoder.forget()
+
+
+def _whole(decoder: Decoder, request: DecodeRequest) -> DecodeResult | None:
+    """Compute the chains to their end."""
+    while True:
+        found = decoder.run(request)
+        if not decoder.begun:
+            return found
 
 
 def _compared(decoder: Decoder, request: DecodeRequest, found: DecodeResult | None) -> DecodeResult | None:
@@ -92,7 +99,7 @@ def _compared(decoder: Decoder, request: DecodeRequest, found: DecodeResult | No
     fused, steps = decoder.pass_, f"{len(request['nonces'])} chains of {_STEPS} steps"
     decoder.use(PlainPass(decoder.adapter))
     try:
-        expected = decoder.run(request)
+        expected = _whole(decoder, request)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:

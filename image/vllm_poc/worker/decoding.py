@@ -80,6 +80,11 @@ class Decoder:
         return self._model.pass_
 
     @property
+    def begun(self) -> bool:
+        """Whether chains have begun and are not complete."""
+        return self._chains is not None
+
+    @property
     def storages(self) -> set[int]:
         """Addresses of the memory that chains may change."""
         return self._reserve.storages
@@ -103,9 +108,7 @@ class Decoder:
         with torch.inference_mode(), self._forgetting_without_memory():
             chains = chains or self._begun(request)
             with self.adapter.ranks.together():
-                for _ in range(request["passes"]):
-                    if not chains.done:
-                        chains.advance(request)
+                chains.advance(request)
                 if self.adapter.device.type == "cuda":
                     torch.cuda.synchronize(self.adapter.device)  # a slice ends when its work does
             self._chains = None if chains.done else chains
@@ -208,9 +211,9 @@ def check_request(request: DecodeRequest, limits: ModelFacts) -> None:
         )
     if len(request["forced"]) not in {0, nonces}:
         raise ValueError(f"forced has {len(request['forced'])} claims for {nonces} nonces: give one for each, or none")
-    for name in ("passes", "parts", "segments"):
-        if request[name] < 1:
-            raise ValueError(f"{name} {request[name]} must be 1 or more")
+    for name, parts in (("parts", request["parts"]), *(("cuts", cut) for cut in request["cuts"].values())):
+        if parts < 1:
+            raise ValueError(f"{name} {parts} must be 1 or more")
 
 
 def _model(adapter: ModelAdapter, pass_: Pass, hidden: int, setup: DecodeSetup) -> ChainModel:

@@ -93,7 +93,8 @@ class PocWorkerExtension:
 
     def poc_forget(self) -> dict[str, bool]:
         """Drop what was made of the model's weights, and what was captured; the next call makes it anew."""
-        self._poc_model_runner = self._poc_harm = self._poc_decoder = None
+        self._poc_drop_decoder()
+        self._poc_model_runner = self._poc_harm = None
         return {"forgotten": True}  # None is the answer of ranks that have nothing to say
 
     def poc_rest(self) -> dict[str, bool] | Failure:
@@ -144,7 +145,7 @@ class PocWorkerExtension:
         return _answer(decode)
 
     def _poc_decode_facts(self, setup: DecodeSetup) -> DecodeFacts:
-        self._poc_decoder = None  # whose memory is free for the next
+        self._poc_drop_decoder()  # whose memory is free for the next
         try:
             new = self._poc_new_decoder
             self._poc_decoder = self._poc_together(lambda runner: partial(tried, new(runner.stage, setup)))
@@ -152,6 +153,11 @@ class PocWorkerExtension:
             reason = str(error) if isinstance(error, UnsupportedModelError) else None  # the other rank says why
             return no_chains(reason)
         return self._poc_decoder.facts
+
+    def _poc_drop_decoder(self) -> None:
+        if self._poc_decoder is not None:
+            self._poc_decoder.forget()  # or a pass that is under way would wait for ever
+        self._poc_decoder = None
 
     def _poc_new_decoder(self, stage: Stage, setup: DecodeSetup) -> Decoder:
         return Decoder(stage.adapter, stage.limits, setup, stage.pass_, proven=self._poc_refuses_unproven)

@@ -15,6 +15,15 @@ _MARGIN = 512 * 2**20
 _TIMES = 1.3
 
 
+def has_room_beside_chat(device: torch.device, chat_peak: int, nbytes: int) -> bool:
+    """Whether chat finds the memory of its largest forward pass while so many bytes are held. On a CPU it does."""
+    if device.type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    kept: int = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return bool(nbytes + max(chat_peak, _MARGIN) <= free + kept)
+
+
 class _Need(NamedTuple):
     tokens: int
     bytes: int

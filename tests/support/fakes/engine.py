@@ -5,11 +5,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from math import inf
-from typing import Any, TypedDict
+from typing import Any
 
 from vllm_poc.rpc import (
     BatchRequest,
     BatchResult,
+    ChainWork,
     DecodeFacts,
     DecodeRequest,
     DecodeResult,
@@ -102,13 +103,6 @@ class FakeOutputProcessor:
         return self.busy
 
 
-class Cut(TypedDict):
-    """Into how many parts a forward pass is cut, and whether it is a CUDA graph."""
-
-    cut: int
-    captured: bool
-
-
 class FakeEngineClient:
     """Answers like a tensor-parallel pair of workers, the second of which speaks. Faults are attributes.
 
@@ -126,8 +120,9 @@ class FakeEngineClient:
         self.decode_calls: list[DecodeRequest] = []
         self._passes = 0  # done of the last request for chains
         self.chain_findings: list[str] = []
-        #: What it says of its forward passes of chains.
-        self.cut: Cut = {"cut": 1, "captured": False}
+        #: Of what its chains are, and into how many parts it says that their passes are cut.
+        self.chain_work: ChainWork = "step"
+        self.cut = 1
         self.most_chains = 10**6  # for which there is room in the device's memory
         self.batches: list[BatchRequest] = []
         self.answered: list[BatchRequest] = []
@@ -259,14 +254,26 @@ class FakeEngineClient:
         return result
 
     def _decode(self, request: DecodeRequest) -> DecodeResult:
-        how = {"passes": 0, "parts": 0, "segments": 0}
+        how = {"parts": 0, "cuts": {}}
         goes_on = self.decode_calls and {**self.decode_calls[-1], **how} == {**request, **how}
         self.decode_calls.append(request.copy())
-        self._passes = (self._passes if goes_on else 0) + request["passes"]
         rebuilt, nonces, steps = self.decode_facts["rebuilt"], request["nonces"], request["max_tokens"]
-        result = DecodeResult(complete=False, left=0, indices=[], margins=[], rebuilt=rebuilt, findings=[], **self.cut)
-        if self._passes <= steps:  # one for the prefill
-            result["left"] = steps + 1 - self._passes
+        before = self._passes if goes_on else 0
+        self._passes = min(before + request["parts"], steps + 1)  # one for the prefill
+        result = DecodeResult(
+            complete=False,
+            left=steps + 1 - self._passes,
+            work=self.chain_work,
+            parts=self._passes - before,
+            cut=self.cut,
+            captures=False,
+            next=self.chain_work,
+            indices=[],
+            margins=[],
+            rebuilt=rebuilt,
+            findings=[],
+        )
+        if result["left"]:
             return result
         self._passes = 0
         self.decoded.append(request)

@@ -120,6 +120,11 @@ class ModelAdapter:
         return bool(self.experts)
 
     @property
+    def counts_experts(self) -> bool:
+        """Whether vLLM counts how many tokens each expert has, to place experts by that."""
+        return self._base_model.counts_experts
+
+    @property
     def experts(self) -> int:
         """How many experts a layer has on all ranks together; 0 without experts."""
         return int(self._config.model_config.get_num_experts() or 0)

@@ -32,6 +32,11 @@ class BaseModel:
         self._counts = expert_counts(runner)
         require_known_connector()
 
+    @property
+    def counts_experts(self) -> bool:
+        """Whether vLLM counts how many tokens each expert has."""
+        return self._counts is not None
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Let one forward pass run the base model alone; also one that is recorded in a CUDA graph.

@@ -39,6 +39,8 @@ _WITHOUT_POSITION = {"CompressorMetadataBuilder", "GDNAttentionMetadataBuilder"}
 _ON_DEVICE = {"DeepseekV4FlashMLAMetadataBuilder"}
 #: Whether a step of DeepSeek-V4 may leave out to compress 128 tokens. A graph is for steps that may not, too.
 _BOUNDARY = "c128_boundary"
+#: Says of attention with an index that it has none of its own.
+_REUSES = "skip_topk"
 
 
 class ChainReserve:
@@ -151,12 +153,14 @@ def moves_in_place(groups: Sequence[CacheGroup]) -> bool:
     return all(_updates(group) or type(group.builder).__name__ in _WITHOUT_POSITION | _ON_DEVICE for group in groups)
 
 
-def can_be_cut(groups: Sequence[CacheGroup]) -> bool:
+def can_be_cut(adapter: ModelAdapter) -> bool:
     """Whether chat may run in the middle of forward passes.
 
-    Not with DeepSeek-V4's attention, until a run on a GPU has compared such chains.
+    Not with DeepSeek-V4's attention, until a run on a GPU has compared such chains. Nor where a layer reads which
+    tokens an earlier one has chosen, in memory that chat has, too.
     """
-    return all(type(group.builder).__name__ not in _ON_DEVICE for group in groups)
+    builders = {type(group.builder).__name__ for group in adapter.groups}
+    return not builders & _ON_DEVICE and not any(getattr(part, _REUSES, False) for part in adapter.model.modules())
 
 
 def _updates(group: CacheGroup) -> bool:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from vllm_poc.worker.model.adapter import AttentionPlan
 
 
+#: A pass that is dropped may be in the middle of a layer, or for ever within a collective whose other ranks have ended.
+_STOP_SECONDS = 30.0
+
+
 class _StoppedError(BaseException):
     """Ends a pass that nobody goes on with; the model must not catch it."""
 
@@ -83,8 +87,9 @@ class PausingPass:
             finally:
                 if hook is not None:
                     hook.remove()
-        if self._error is not None:
-            raise self._error
+        self._raise_what_went_wrong()
+        if until is not None and self._output is not None:
+            raise RuntimeError("a forward pass has ended before a layer that it should have come to")
         return self._output
 
     def stop(self) -> None:
@@ -92,7 +97,15 @@ class PausingPass:
         self._stopped = True
         if self._thread is not None and self._thread.is_alive():
             self._resumed.release()
-            self._thread.join()
+            self._thread.join(_STOP_SECONDS)
+
+    def _raise_what_went_wrong(self) -> None:
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # whose traceback has this frame, and all that the model held
 
     def _go_on(self, arguments: Mapping[str, object]) -> None:
         if self._thread is None:

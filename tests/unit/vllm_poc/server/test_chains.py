@@ -2,15 +2,16 @@
 """Chains go through the same gate and turns as other work, in calls that follow the time budget."""
 
 import asyncio
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.support.fakes.clock import FakeClock, settle
 from tests.support.fakes.engine import FakeEngineClient, chain, vector
-from vllm_poc.rpc import DecodeRequest, DecodeResult
+from vllm_poc.rpc import ChainWork, DecodeRequest, DecodeResult
 from vllm_poc.server.autotune import GaveWayError
-from vllm_poc.server.chains import ChainScheduler, Computers, next_cuts, next_passes
+from vllm_poc.server.chains import ChainScheduler, Computers, Pace, next_cut, next_parts
 from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine, WeightsChangedError
 from vllm_poc.server.errors import ServerEndsError
 from vllm_poc.server.scheduler import ComputedChain, Scheduler, SliceResult
@@ -18,6 +19,9 @@ from vllm_poc.settings import Settings
 from vllm_poc.wire.generate import GenerateRequest
 from vllm_poc.wire.stat_test import ChainComparison
 
+PREFILL: ChainWork = "prefill"
+STEP: ChainWork = "step"
+GRAPH: ChainWork = "graph"
 BUDGET = 0.05
 STEPS = 20
 ROUND: dict[str, Any] = {"block_hash": "b10c", "block_height": 7, "public_key": "key"}
@@ -71,7 +75,7 @@ async def test_a_batch_takes_calls_that_grow_up_to_the_budget() -> None:
     work = Work()
     found = await work.run([3, 15])
     assert found == SliceResult([(nonce, ComputedChain(bytes(chain(nonce, STEPS)), None)) for nonce in (3, 15)], 0)
-    assert [call["passes"] for call in work.client.decode_calls] == [1, 2, 4, 8, 16]
+    assert [call["parts"] for call in work.client.decode_calls] == [1, 2, 4, 8, 16]
     assert {call["seq_len"] for call in work.client.decode_calls} == {4}
 
 
@@ -240,19 +244,72 @@ async def test_an_answer_that_is_not_the_chains_is_an_error(monkeypatch: pytest.
         await work.run([1])
 
 
-@pytest.mark.parametrize("captured", [False, True])
-async def test_forward_passes_are_cut_into_parts_that_take_half_of_the_budget(captured: bool) -> None:
+@pytest.mark.parametrize("work_of", ["prefill", "step", "graph"])
+async def test_forward_passes_are_cut_into_parts_that_take_half_of_the_budget(work_of: ChainWork) -> None:
     work = Work()
-    work.client.seconds_per_batch, work.client.cut = 0.07, {"cut": 4, "captured": captured}
+    work.client.seconds_per_batch, work.client.chain_work, work.client.cut = 0.07, work_of, 4
     await work.run([1])
-    first, second = work.client.decode_calls[:2]
-    assert (first["parts"], first["segments"]) == (8, 1), "chat waits for the very first one, too"
-    expected = (8, 12) if captured else (12, 1)
-    assert {(call["parts"], call["segments"]) for call in work.client.decode_calls[1:]} == {expected}
-    assert second["passes"] == 1
+    first, *others = work.client.decode_calls
+    assert first["cuts"] == {"prefill": 8, "step": 8, "graph": 1}, "chat waits for the very first ones, too"
+    assert all(call["cuts"] == {**first["cuts"], work_of: 12} and call["parts"] == 1 for call in others)
     await work.run([2])
-    last = work.client.decode_calls[-1]
-    assert (last["parts"], last["segments"]) == expected, "the next batch begins with what is known"
+    assert work.client.decode_calls[-1]["cuts"] == others[0]["cuts"], "the next batch begins with what is known"
+    await work.run([3, 4])
+    assert work.client.decode_calls[-21]["cuts"] == first["cuts"], "batches of another size take another time"
+
+
+class Worker(NamedTuple):
+    """Times of a worker, in seconds: of passes, of a call, and of a capture. Kernels are compiled in the first pass."""
+
+    prefill: float
+    eager: float
+    step: float
+    capture: float
+    compiles: float = 20.0
+    call: float = 0.002
+    layers: int = 60
+
+    def batch(self, pace: Pace, *, first: bool) -> tuple[list[tuple[ChainWork, float]], int]:
+        """Compute 4 prefills and 200 steps as the workers do; return the calls, and how often a step was captured."""
+        calls, captures, graphs = list[tuple[ChainWork, float]](), 0, 0 if first else pace.cuts["graph"]
+        todo: list[ChainWork] = [*repeat(PREFILL, 4), *repeat(STEP, int(first)), *repeat(GRAPH, 200 - first)]
+        parts, cut, done = 1, 0, 0
+        while todo:
+            work, seconds, did, captured = todo[0], self.call, 0, False
+            while todo and todo[0] == work and did < parts and not captured:
+                if done == 0:
+                    cut = min(pace.cuts[work], self.layers)
+                    captured = work == "graph" and cut != graphs
+                whole = {"prefill": self.prefill, "step": self.eager, "graph": self.step}[work]
+                seconds += whole / cut + self.compiles * (first and not calls)
+                did, done = did + 1, done + 1
+                if done == cut:
+                    del todo[0]
+                    done, captured = 0, captured or (work == "step")
+                if captured:
+                    seconds, captures, graphs = seconds + self.capture, captures + 1, pace.cuts["graph"]
+            calls.append((work, seconds))
+            result: Any = {"work": work, "parts": did, "cut": cut, "captures": captured, "next": (todo or [work])[0]}
+            parts = pace.next_parts(result, seconds)
+        return calls, captures
+
+
+@pytest.mark.parametrize("prefill", [0.005, 0.1, 0.8])
+@pytest.mark.parametrize("eager", [0.03, 0.15])
+@pytest.mark.parametrize("step", [0.002, 0.01, 0.02, 0.05, 0.08])
+@pytest.mark.parametrize("capture", [0.1, 0.3, 1.0])
+def test_calls_soon_take_half_of_the_budget_and_a_step_is_captured_seldom(
+    prefill: float, eager: float, step: float, capture: float
+) -> None:
+    pace, worker = Pace(BUDGET / 2), Worker(prefill, eager, step, capture)
+    _, captures = worker.batch(pace, first=True)
+    assert captures <= 3
+    assert pace.cuts["step"] <= 16, "the time of the capture counts"
+    worker.batch(pace, first=False)
+    calls, captures = worker.batch(pace, first=False)
+    assert captures == 0
+    assert max(seconds for _, seconds in calls) <= 1.5 * BUDGET / 2
+    assert sum(seconds for _, seconds in calls) <= 1.3 * (4 * prefill + 200 * step) + 0.1, "calls are too short"
 
 
 @pytest.mark.parametrize(
@@ -274,12 +331,12 @@ async def test_forward_passes_are_cut_into_parts_that_take_half_of_the_budget(ca
     ],
 )
 def test_cuts_follow_the_time_that_parts_take(cut: int, seconds: float, expected: int) -> None:
-    assert next_cuts(cut, seconds, BUDGET / 2) == expected
+    assert next_cut(cut, seconds, BUDGET / 2) == expected
 
 
 @pytest.mark.parametrize(
-    ("passes", "seconds", "expected"),
+    ("parts", "seconds", "expected"),
     [(1, 0.2, 1), (4, 0.05, 4), (4, 0.1, 2), (4, 0.02, 8), (4, 0.03, 6), (4, 0.0, 8)],
 )
-def test_passes_follow_the_time_that_they_take(passes: int, seconds: float, expected: int) -> None:
-    assert next_passes(passes, seconds, BUDGET) == expected
+def test_parts_follow_the_time_that_they_take(parts: int, seconds: float, expected: int) -> None:
+    assert next_parts(parts, seconds, BUDGET) == expected

@@ -19,7 +19,16 @@ TOLERANCE = margin_tolerance(torch.bfloat16, quantised=False)
 def chains(margins: list[float], points: list[int] | None = None) -> DecodeResult:
     points = points or [1] * len(margins)
     return DecodeResult(
-        complete=True, left=0, cut=1, captured=False, indices=[points], margins=[margins], rebuilt=False
+        complete=True,
+        left=0,
+        work="step",
+        parts=1,
+        cut=1,
+        captures=False,
+        next="step",
+        indices=[points],
+        margins=[margins],
+        rebuilt=False,
     )
 
 

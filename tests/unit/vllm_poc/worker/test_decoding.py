@@ -23,9 +23,8 @@ REQUEST = DecodeRequest(
     seq_len=4,
     max_tokens=3,
     forced=[],
-    passes=1,
     parts=1,
-    segments=1,
+    cuts={"prefill": 1, "step": 1, "graph": 1},
 )
 
 
@@ -77,9 +76,8 @@ def test_a_request_within_the_limits_is_not_refused() -> None:
         ({"max_tokens": 0}, "max_tokens 0 must be 1 or more"),
         ({"seq_len": 1000, "max_tokens": 25}, r"at most 1024 \(--max-model-len\)"),
         ({"forced": [[1]]}, "1 claims for 2 nonces"),
-        ({"passes": 0}, "passes 0"),
         ({"parts": 0}, "parts 0"),
-        ({"segments": 0}, "segments 0"),
+        ({"cuts": {"prefill": 1, "step": 0, "graph": 1}}, "cuts 0"),
     ],
 )
 def test_a_request_beyond_the_limits_names_what_to_change(change: dict[str, Any], reason: str) -> None:

@@ -162,5 +162,8 @@ def test_a_step_is_told_of_all_tokens_before_it_and_writes_behind_them() -> None
     ],
 )
 def test_passes_are_cut_with_attention_that_was_compared(builders: list[str], expected: bool) -> None:
-    groups: Any = [SimpleNamespace(builder=type(name, (), {})()) for name in builders]
-    assert can_be_cut(groups) == expected
+    groups = [SimpleNamespace(builder=type(name, (), {})()) for name in builders]
+    adapter: Any = SimpleNamespace(groups=groups, model=torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert can_be_cut(adapter) == expected
+    adapter.model[0].skip_topk = True  # reads what an earlier layer has chosen
+    assert not can_be_cut(adapter)
