@@ -87,7 +87,7 @@ class Pace:
         self.cuts = _FIRST_CUTS.copy()
 
     def next_parts(self, result: DecodeResult, seconds: float) -> int:
-        """Return how many parts the next call does, when one took so many seconds, and adapt the cuts."""
+        """Return how many parts the next call does, when the last took so many seconds, and adapt the cuts."""
         if result["captures"]:
             return 1  # capturing is part of these seconds
         work = result["work"]
