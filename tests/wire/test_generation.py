@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.builders.forwarding import until
 from tests.support.fakes.engine import distance
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod, running_pod
 from vllm_poc.wire.answers import PowState
@@ -279,4 +280,5 @@ async def test_the_server_takes_its_round_with_it() -> None:
     async with running_pod() as pod:
         await pod.start(DISTANCE | SLOT)
         await pod.reach(lambda s: s.next_index > 0)
-    assert asyncio.all_tasks() == before
+    # What the workers were computing then is awaited until they answer.
+    await until(lambda: asyncio.all_tasks() == before, seconds=5.0)
