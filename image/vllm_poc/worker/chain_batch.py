@@ -111,7 +111,6 @@ class Chains:
         self.stop()
         model = self._model
         self._request = request
-        self._cuts = request["cuts"]
         self._cache = cache
         self._passes = 0
         self._parts_done = 0
@@ -172,7 +171,7 @@ class Chains:
 
     def advance(self, request: DecodeRequest) -> None:
         """Do up to as many parts as the request says: of the prefill of some nonces, or of steps of all."""
-        self._cuts = request["cuts"]
+        self._request = request  # whose cuts count from now on
         self._work, self._did, self._captures = self.coming, 0, False
         while not self.done and self._did < request["parts"] and self.coming == self._work and not self._captures:
             if self._work == "graph":
@@ -223,7 +222,7 @@ class Chains:
     def _wanted(self, work: ChainWork) -> int:
         """Return into how many parts a pass is cut that begins now."""
         most = 1 if work == "graph" and self._model.adapter.counts_experts else self._most_parts
-        return max(1, min(self._cuts[work], most))
+        return max(1, min(self._request["cuts"][work], most))
 
     def _run(self) -> None:
         """Enqueue the next part of a pass whose operations the CPU starts one by one."""
@@ -309,7 +308,7 @@ class Chains:
         self._parts = 1
         cuts = [layer for layer in ends(self._model.adapter.own_layers, segments) if layer is not None]
         try:
-            captured = self._graphs.capture(lambda: _finish(self._step()), cuts, self._move_plan)
+            captured = self._graphs.capture(lambda: _finish(self._step()), cuts, self._step_plan)
         except RuntimeError:
             _log.exception("a step of %d chains cannot be made %d CUDA graphs", self._shape.nonces, segments)
             captured = []
@@ -320,9 +319,6 @@ class Chains:
             self._recaptures = 0
         else:
             self._capture_tries -= 1
-
-    def _move_plan(self) -> None:
-        self._step_plan()
 
     def _forward(
         self, inputs: StageInputs, plan: Callable[[], AttentionPlan], rows: slice

@@ -120,7 +120,7 @@ class StepGraphs:
         self._alive = WeakSet[torch.cuda.CUDAGraph]()
 
     def capture(
-        self, operations: Callable[[], None], cuts: Sequence[nn.Module], resumed: Callable[[], None]
+        self, operations: Callable[[], None], cuts: Sequence[nn.Module], resumed: Callable[[], object]
     ) -> list[torch.cuda.CUDAGraph]:
         """Capture what ``operations`` enqueue, in graphs that end behind the layers ``cuts``.
 
@@ -163,7 +163,7 @@ class _Recording:
                 torch._C._cuda_releasePool(self._device, self._pool)
 
     @contextmanager
-    def cut_behind(self, layers: Sequence[nn.Module], resumed: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def cut_behind(self, layers: Sequence[nn.Module], resumed: Callable[[], object] = lambda: None) -> Iterator[None]:
         """End a graph and begin the next, with what ``resumed`` enqueues, behind each layer while the context lasts."""
 
         def cut(*_: object) -> None:

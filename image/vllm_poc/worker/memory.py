@@ -20,8 +20,13 @@ def has_room_beside_chat(device: torch.device, chat_peak: int, nbytes: int) -> b
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)
+    return bool(nbytes + max(chat_peak, _MARGIN) <= free + _kept(device))
+
+
+def _kept(device: torch.device) -> int:
+    """Return how many bytes PyTorch keeps for later."""
     kept: int = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return bool(nbytes + max(chat_peak, _MARGIN) <= free + kept)
+    return kept
 
 
 class _Need(NamedTuple):
@@ -70,8 +75,7 @@ class Memory:
 
     def _still_chats(self) -> int:
         """Return how much of chat's peak PyTorch does not keep: vLLM lets go of it once it has measured it."""
-        kept: int = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return max(0, self._chat_peak - kept)
+        return max(0, self._chat_peak - _kept(self._device))
 
     def _needed(self, tokens: int) -> float:
         largest = self._known[-1]
