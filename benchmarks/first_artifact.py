@@ -13,6 +13,7 @@ import shlex
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import NamedTuple
@@ -30,10 +31,20 @@ from tests.vllm.server import MODEL_NAME, serving
 #: So many tokens each chat has got on average before a round begins, by the server's own count.
 TOKENS_BEFORE = 4
 TOKENS = "vllm:generation_tokens_total"
+REQUESTS = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
 WAIT_SECONDS = 120.0
 LOOK_SECONDS = 0.05
 #: Each process has so many numbers for its prompts, which no other process or round uses.
 PROMPT_NUMBERS = 10_000
+
+
+#: Where this process waits for the others before it sends chats.
+_barriers = list[Barrier]()
+
+
+def wait_at(barrier: Barrier) -> None:
+    """Let this process send no chats before all have come to the barrier."""
+    _barriers.append(barrier)
 
 
 class Chats(NamedTuple):
@@ -53,6 +64,7 @@ class Chats(NamedTuple):
         async with aiohttp.ClientSession(self.base, connector=connector, timeout=aiohttp.ClientTimeout()) as session:
             load = Load(session, MODEL_NAME, self.lengths, self.first)
             await load.fit_prompt()
+            await asyncio.to_thread(_barriers[0].wait, WAIT_SECONDS)
             return await load.regularly(self.chats, 0.0, str(self.first))
 
 
@@ -66,7 +78,9 @@ class Bench:
 
     async def run(self) -> None:
         """Measure and print each round."""
-        with ProcessPoolExecutor(self._options.processes, get_context("spawn")) as pool:
+        context, processes = get_context("spawn"), self._options.processes
+        ready = context.Barrier(processes)
+        with ProcessPoolExecutor(processes, context, wait_at, (ready,)) as pool:
             for number in range(self._options.rounds):
                 report(f"round {number}", await self._measured(pool, number))
 
@@ -75,8 +89,11 @@ class Bench:
         before, count, loop = self._server.metric(TOKENS), self._options.chats, asyncio.get_running_loop()
         chats = asyncio.gather(*(loop.run_in_executor(pool, one.run) for one in self._shares(number)))
         end = time.monotonic() + WAIT_SECONDS
-        while await asyncio.to_thread(self._server.metric, TOKENS) - before < TOKENS_BEFORE * count:
-            await self._look(chats, end, "the chats do not get on")
+        while not await asyncio.to_thread(self._flow, before):
+            never = f"the server never had {count} chats at once: ask for more tokens (--output)"
+            await self._look(chats, end, never)
+            if chats.done():
+                raise RuntimeError(never)
         begun = time.monotonic()
         print(f"round {number}: the answers of {count} chats flow", flush=True)
         answered, first = await asyncio.gather(self._start(number), self._first_after(begun, chats))
@@ -88,6 +105,11 @@ class Bench:
             "chats_in_flight_before": in_flight(streamed, begun),
             "chats_in_flight_then": in_flight(streamed, first),
         }
+
+    def _flow(self, tokens_before: float) -> bool:
+        """Whether the server has all chats, and answers them."""
+        here, count = sum(map(self._server.metric, REQUESTS)), self._options.chats
+        return bool(here >= count and self._server.metric(TOKENS) - tokens_before >= TOKENS_BEFORE * count)
 
     def _shares(self, number: int) -> list[Chats]:
         """Return what each process sends, with prompts that no other process and no earlier round has."""

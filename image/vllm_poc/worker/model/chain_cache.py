@@ -156,11 +156,9 @@ def moves_in_place(groups: Sequence[CacheGroup]) -> bool:
 def can_be_cut(adapter: ModelAdapter) -> bool:
     """Whether chat may run in the middle of forward passes.
 
-    Not with DeepSeek-V4's attention, until a run on a GPU has compared such chains. Nor where a layer reads which
-    tokens an earlier one has chosen, in memory that chat has, too.
+    Not where a layer reads which tokens an earlier one has chosen, in memory that chat has, too.
     """
-    builders = {type(group.builder).__name__ for group in adapter.groups}
-    return not builders & _ON_DEVICE and not any(getattr(part, _REUSES, False) for part in adapter.model.modules())
+    return not any(getattr(part, _REUSES, False) for part in adapter.model.modules())
 
 
 def _updates(group: CacheGroup) -> bool:

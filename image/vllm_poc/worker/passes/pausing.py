@@ -54,6 +54,8 @@ class _ThreadState(NamedTuple):
             yield
             return
         with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
+            # CUDA's context becomes the thread's with PyTorch's first operation. Other libraries' need one before.
+            torch.zeros(1, device=self.stream.device)
             yield
 
 
