@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 
 MAP = ROOT / "docs" / "develop" / "architecture.md"
 #: Package: the most modules that it should have. Room for a kind or a route; more asks for a merge first.
-PACKAGES = {"image/vllm_poc": 80, "operator/poc_gateway": 72, "operator/poc_operator": 119}
+PACKAGES = {"image/vllm_poc": 81, "operator/poc_gateway": 72, "operator/poc_operator": 119}
 LEAST_MEDIAN, LONGEST, SHORT = 120, 500, 50
 
 #: Names that several folders of a package have, where the folder says which, reviewed one by one.

@@ -3,12 +3,14 @@
 
 import asyncio
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from tests.support.servers.pod import ARTIFACT, SLOT, Pod
 from vllm_poc.server.autotune import MAX_KINDS
 from vllm_poc.wire.answers import PowState
+from vllm_poc.wire.partition import NonceSlot
 
 
 @pytest.fixture
@@ -17,12 +19,20 @@ def fused(pod: Pod) -> Pod:
     return pod
 
 
+async def begun(pod: Pod, fields: dict[str, Any]) -> None:
+    """Start a round, and wait for the slice behind its search, or for its failure."""
+    before = len(pod.engine.answered)
+    await pod.start(ARTIFACT | SLOT | fields)
+    await pod.reach(lambda s: len(pod.engine.answered) > before + 1 or s.state is PowState.FAILED)
+
+
 async def test_each_slice_names_the_one_after_it(fused: Pod) -> None:
     await fused.start(ARTIFACT | SLOT)
     await fused.reach(lambda s: s.total_checked > 2000)
     await fused.post("stop")
-    batches = fused.engine.batches
+    first, *batches = fused.engine.batches
     assert fused.engine.warmed_up == [8, 16]  # 512 tokens, then the most that can be captured
+    assert (first["nonces"], first["ahead"]) == (NonceSlot(**SLOT).nonces(0, 8), [])
     assert {batch["batch"] for batch in batches} == {16}
     assert all(batch["ahead"] == [after["nonces"]] for batch, after in pairwise(batches))
     assert len(set(fused.engine.computed)) == len(fused.engine.computed)
@@ -33,7 +43,7 @@ async def test_a_pipeline_knows_a_slice_more_for_each_stage(fused: Pod) -> None:
     await fused.start(ARTIFACT | SLOT)
     await fused.reach(lambda s: s.total_checked > 200)
     await fused.post("stop")
-    asked = fused.engine.answered
+    asked = fused.engine.answered[1:]  # the first is one before the search
     for first, *ahead in zip(asked, asked[1:], asked[2:], asked[3:], strict=False):
         assert first["ahead"] == [after["nonces"] for after in ahead]
     assert len(set(fused.engine.computed)) == len(fused.engine.computed)
@@ -50,12 +60,10 @@ async def test_nothing_is_begun_beyond_the_end(fused: Pod) -> None:
 
 async def test_other_work_of_the_same_kind_finds_everything_captured(fused: Pod) -> None:
     for block_hash in ("a", "b"):
-        await fused.start(ARTIFACT | SLOT | {"block_hash": block_hash})
-        await fused.reach(lambda s: s.total_checked > 0)
+        await begun(fused, {"block_hash": block_hash})
         await fused.post("stop")
     assert fused.engine.warmed_up == [8, 16]
-    await fused.start(ARTIFACT | SLOT | {"params": ARTIFACT["params"] | {"seq_len": 32}})
-    await fused.reach(lambda s: s.total_checked > 0)
+    await begun(fused, {"params": ARTIFACT["params"] | {"seq_len": 32}})
     assert fused.engine.warmed_up == [8, 16, 16, 32]
 
 
@@ -111,8 +119,7 @@ async def test_so_is_one_that_was_searched_for_in_vain_or_forgotten(fused: Pod) 
 
 
 async def test_nothing_is_searched_beside_a_round(fused: Pod) -> None:
-    await fused.start(ARTIFACT | SLOT)
-    await fused.reach(lambda s: s.total_checked > 0)
+    await begun(fused, {})
     other = ARTIFACT["params"] | {"seq_len": 32}
     many = ARTIFACT | {"params": other, "nonces": list(range(500)), "wait": True, "beside_round": True}
     assert (await fused.post("generate", many)).status_code == 200
@@ -131,16 +138,36 @@ async def test_a_search_of_a_request_is_abandoned_when_a_round_begins(fused: Pod
         await asyncio.sleep(0.01)
     await fused.start(ARTIFACT | SLOT)
     fused.engine.seconds_to_warm_up = 0
-    await fused.reach(lambda s: s.total_checked > 0)
+    await fused.reach(lambda s: s.total_checked > 0 and len(fused.engine.warmed_up) > 1)
     assert fused.engine.warmed_up[:2] == [16, 8], "the second is the round's own first"
     await fused.post("stop?round_id=none")
     request.cancel()
     await asyncio.wait([request])
 
 
-async def test_a_warm_up_that_fails_fails_the_round(fused: Pod) -> None:
-    fused.engine.worker_error = "CUDA error"
+async def test_the_first_nonces_do_not_wait_for_the_search(fused: Pod) -> None:
+    fused.engine.seconds_to_warm_up = 0.5
     await fused.start(ARTIFACT | SLOT)
+    await fused.reach(lambda s: s.total_checked > 0)
+    assert (fused.engine.computed, fused.engine.warmed_up[1:]) == (NonceSlot(**SLOT).nonces(0, 8), [])
+    fused.engine.seconds_to_warm_up = 0
+    await fused.reach(lambda s: s.total_checked > 100)
+    await fused.post("stop")
+    assert len(set(fused.engine.computed)) == len(fused.engine.computed)
+
+
+@pytest.mark.parametrize("end_index", [0, 3, 8])
+async def test_the_first_nonces_go_no_further_than_the_round(fused: Pod, end_index: int) -> None:
+    await fused.start(ARTIFACT | SLOT | {"round_id": "r1", "end_index": end_index})
+    await fused.reach(lambda s: s.total_checked == end_index and fused.engine.warmed_up == [8, 16])
+    assert fused.engine.computed == NonceSlot(**SLOT).nonces(0, end_index)
+
+
+async def test_a_warm_up_that_fails_fails_the_round(fused: Pod) -> None:
+    fused.engine.seconds_to_warm_up = 0.2
+    await fused.start(ARTIFACT | SLOT)
+    await fused.reach(lambda s: s.total_checked > 0)
+    fused.engine.worker_error = "CUDA error"
     status = await fused.reach(lambda s: s.state is PowState.FAILED)
     assert status.error == "poc_warm_up failed: CUDA error"
 
@@ -148,8 +175,7 @@ async def test_a_warm_up_that_fails_fails_the_round(fused: Pod) -> None:
 async def test_the_oldest_makes_way_when_another_kind_is_tuned_in_vain(fused: Pod) -> None:
     async def warm_ups(seq_len: int) -> int:
         before = len(fused.engine.warmed_up)
-        await fused.start(ARTIFACT | SLOT | {"params": ARTIFACT["params"] | {"seq_len": seq_len}})
-        await fused.reach(lambda s: s.total_checked > 0 or s.state is PowState.FAILED)
+        await begun(fused, {"params": ARTIFACT["params"] | {"seq_len": seq_len}})
         await fused.post("stop")
         return len(fused.engine.warmed_up) - before
 

@@ -63,11 +63,10 @@ async def test_why_poc_does_not_run_is_shown(pod: Pod) -> None:
 
 
 async def without_memory(pod: Pod) -> StatusResponse:
-    """Start a round that finds no memory, neither when it is warmed up nor for a single nonce."""
+    """Start a round that finds no memory for a single nonce."""
     pod.engine.facts["fused"], pod.engine.has_room = True, False
     await pod.start(ARTIFACT | SLOT)
     status = await pod.reach(lambda s: s.state is PowState.FAILED)
-    assert pod.engine.warmed_up
     assert status.error == status.model.error == f"poc_compute failed: {NO_ROOM}"
     assert ready(await scrape(pod)) == ['poc_ready{reason="NoMemory"}']
     return status
@@ -232,7 +231,7 @@ async def test_time_behind_chat_is_counted(pod: Pod) -> None:
     assert (await growth(pod, before))["poc_held_back_seconds_total"] > 0.05
 
 
-async def test_long_calls_before_the_first_slice_are_progress(pod: Pod) -> None:
+async def test_long_calls_before_the_second_slice_are_progress(pod: Pod) -> None:
     """A round that autotunes says that it computes, and must not look hung."""
     pod.engine.facts["fused"], pod.engine.seconds_to_warm_up = True, 1.0
     await pod.status()
@@ -245,7 +244,7 @@ async def test_long_calls_before_the_first_slice_are_progress(pod: Pod) -> None:
         await pod.reach(lambda _, wanted=warmed_up: pod.engine.warmed_up == wanted)  # type: ignore[misc]
         assert (await scrape(pod))["poc_last_progress_timestamp_seconds"] == pytest.approx(time(), abs=5)
         assert (await pod.status()).activity == Activity.COMPUTING
-    assert pod.engine.batches == []
+    assert len(pod.engine.batches) == 1
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -9,6 +9,7 @@
     clock         what waits for a time, and how long a round runs that nobody asks for
     jobs          named nonces, verdicts     callbacks/   results on their way to receivers
     scheduler     slices                     autotune     how many nonces a forward pass holds
+    description   what the workers say of the model
     chains        the decode scheme in slices, and whether this server computes it
     gate          when a slice may begin: chat first
     vllm_routes   vLLM's own routes: what waits where PoC goes first, and what lets PoC pause

@@ -71,6 +71,11 @@ class Autotuner:
         self._tuned = OrderedDict[PassSpec, TunedPass]()
         self._asked = OrderedDict[PassSpec, int]()  # nonces of requests
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the workers keep as many kinds as they may."""
+        return len(self._tuned) >= MAX_KINDS
+
     def find(self, spec: PassSpec) -> TunedPass | None:
         """Return the pass for work of this kind, if there is one."""
         return self._tuned.get(spec)
@@ -106,7 +111,7 @@ class Autotuner:
         async with self._one_at_a_time:
             if not facts["fused"] or spec in self._tuned:
                 return
-            while len(self._tuned) >= MAX_KINDS:  # whatever comes of this: the workers need the memory now
+            while self.is_full:  # whatever comes of this: the workers need the memory now
                 made_way, _ = self._tuned.popitem(last=False)
                 self._asked.pop(made_way, None)  # what was asked for has paid for the search that is lost now
             found = await fastest_pass(
@@ -142,6 +147,11 @@ def _most_captured(spec: PassSpec, facts: ModelFacts) -> int:
     return max(1, min(facts["max_captured_nonces"], facts["max_captured_tokens"] // spec.seq_len))
 
 
+def first_nonces(seq_len: int) -> int:
+    """Return how many nonces the first pass holds."""
+    return max(1, _FIRST_TOKENS // seq_len)
+
+
 def longest_segment(budget_seconds: float) -> float:
     """Return how many seconds a slice of whole passes, or a segment of one, may take."""
     return _FILLED * budget_seconds / STEPS_IN_FLIGHT
@@ -160,7 +170,7 @@ async def fastest_pass(
     None if not even the smallest fits into their memory.
     """
     segment_seconds = longest_segment(budget_seconds)
-    best, last, nonces = None, 0, min(limit, max(1, _FIRST_TOKENS // seq_len))
+    best, last, nonces = None, 0, min(limit, first_nonces(seq_len))
     while nonces > (0 if best is None else best.nonces):
         last, candidate = nonces, _tuned(nonces, await warm_up(nonces, segment_seconds))
         if candidate is None:
@@ -187,7 +197,7 @@ def _is_better(larger: TunedPass, best: TunedPass, segment_seconds: float) -> bo
 def _next_size(best: TunedPass, limit: int, seq_len: int, segment_seconds: float) -> int:
     """Return a larger size that is worth a try, or 0."""
     largest = int(best.nonces * min(_MOST_GROWTH, segment_seconds / best.seconds))
-    largest = min(limit, largest - largest % max(1, _FIRST_TOKENS // seq_len))  # whole tiles of matrix products
+    largest = min(limit, largest - largest % first_nonces(seq_len))  # whole tiles of matrix products
     if largest >= _LEAST_GROWTH * best.nonces:
         return largest
     # Otherwise it is cut; where it is nearly as large as it may be, that gains nothing.

@@ -119,6 +119,10 @@ class ChainScheduler:
             reason = facts["decode"]["refusal"] if "decode" in facts else facts["refusal"]
             raise EngineError(f"the decode scheme does not run here any more: {reason}")
 
+    async def first_size(self, request: RoundRequest, limit: int) -> SliceSize | None:
+        """Return None: batches are of one size from the first on."""
+        return None
+
     def slice_size(self, request: RoundRequest, limit: int) -> SliceSize:
         """Return the size for batches of ``limit`` chains."""
         return ChainBatch(limit, self._scheduler.weights)

@@ -217,24 +217,34 @@ class Generation:
         self._sending.cancel()
 
     async def _compute_slot(self) -> None:
-        slot, counters = self.request.slot, self.counters
+        ahead = deque[list[int]]()
         try:
+            await self._compute_first()
             await self._autotune()
-            ahead = deque[list[int]]()
-            while counters.next_index < slot.capacity:
+            while self.counters.next_index < self.request.slot.capacity:
                 if self._size.weights != self._scheduler.weights:
                     ahead.clear()
                     await self._autotune()
-                nonces = ahead.popleft() if ahead else slot.nonces(counters.next_index, await self._allowance())
-                look_ahead(ahead, self._size, partial(self._following, counters.next_index + len(nonces)))
-                try:
-                    result = await self._computer.run(self.request, nonces, self._size, ahead)
-                except WeightsChangedError:
-                    continue
-                await self.delivery.add(self._record(len(nonces), result))
-                _refuse_sick_engine(counters.sick, self._settings.sick_nonces)
+                await self._compute_slice(ahead)
         finally:
             self._on_idle()  # others need not wait for the receiver
+
+    async def _compute_first(self) -> None:
+        """Compute a few nonces before the search for the best pass, which takes seconds while chat is busy."""
+        first, index = await self._computer.first_size(self.request, self._limit), self.counters.next_index
+        if first is not None and index < self.request.slot.capacity:
+            self._size = first
+            if self._most(index):
+                await self._compute_slice(deque())
+
+    async def _compute_slice(self, ahead: deque[list[int]]) -> None:
+        slot, index = self.request.slot, self.counters.next_index
+        nonces = ahead.popleft() if ahead else slot.nonces(index, await self._allowance())
+        look_ahead(ahead, self._size, partial(self._following, index + len(nonces)))
+        with contextlib.suppress(WeightsChangedError):
+            result = await self._computer.run(self.request, nonces, self._size, ahead)
+            await self.delivery.add(self._record(len(nonces), result))
+            _refuse_sick_engine(self.counters.sick, self._settings.sick_nonces)
 
     async def _autotune(self) -> None:
         await self._computer.autotune(self.request)

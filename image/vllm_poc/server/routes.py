@@ -192,8 +192,8 @@ def create_app(service: PocService) -> FastAPI:
         openapi_url=f"{API_PREFIX}/openapi.json",
         docs_url=None,
         redoc_url=None,
+        routes=router.routes,
     )
     app.state.service = service
-    app.include_router(router)
     install_handlers(app)
     return app

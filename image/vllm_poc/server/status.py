@@ -7,10 +7,11 @@ from vllm_poc.rpc import ModelFacts
 from vllm_poc.server import metrics
 from vllm_poc.server.callbacks.outbox import Outbox
 from vllm_poc.server.callbacks.payloads import round_config
+from vllm_poc.server.description import ModelDescription
 from vllm_poc.server.generation import Generation
 from vllm_poc.server.jobs import JobQueue
 from vllm_poc.server.phases import Phases
-from vllm_poc.server.scheduler import ModelDescription, Scheduler, distance_of
+from vllm_poc.server.scheduler import Scheduler, distance_of
 from vllm_poc.wire.answers import ModelLimits, PowState, RoundStats, StatusResponse
 from vllm_poc.wire.messages import Protocol
 

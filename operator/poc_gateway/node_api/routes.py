@@ -5,6 +5,7 @@ A host changes nothing but an address: requests and answers are those of the ref
 further fields.
 """
 
+from functools import cache
 from http import HTTPStatus
 from typing import NoReturn
 
@@ -21,18 +22,19 @@ NODE_PREFIX = "/api/v1/inference/pow"
 _ABSENT = ("/init", "/init/validate", "/phase/generate", "/phase/validate", "/validate")
 
 
+@cache
 def router() -> APIRouter:
     """Return the routes of an ML node; `poc_gateway.node_api.base_url` says of which one."""
-    routes = APIRouter(
-        # The token is for the document alone: by now `poc_gateway.server.middleware` has asked for it.
-        dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(node_of)],
-        responses=documented(401, 404, 503),
-    )
-    absent = _absent()
-    for prefix, rounds in ((NODE_PREFIX, round_routes.node), (API_PREFIX, round_routes.pod)):
-        for area in (rounds, generate_routes.routes, absent):
-            routes.include_router(area, prefix=prefix)
-    routes.include_router(node.routes, prefix="/api/v1")
+    routes, absent = APIRouter(), _absent()
+    # The token is for the document alone: by now `poc_gateway.server.middleware` has asked for it.
+    dependencies = [Depends(HTTPBearer(auto_error=False)), Depends(node_of)]
+    areas = [
+        (prefix, area)
+        for prefix, rounds in ((NODE_PREFIX, round_routes.node), (API_PREFIX, round_routes.pod))
+        for area in (rounds, generate_routes.routes, absent)
+    ]
+    for prefix, area in [*areas, ("/api/v1", node.routes)]:
+        routes.include_router(area, prefix=prefix, dependencies=dependencies, responses=documented(401, 404, 503))
     return routes
 
 
