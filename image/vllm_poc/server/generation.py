@@ -241,10 +241,12 @@ class Generation:
         slot, index = self.request.slot, self.counters.next_index
         nonces = ahead.popleft() if ahead else slot.nonces(index, await self._allowance())
         look_ahead(ahead, self._size, partial(self._following, index + len(nonces)))
-        with contextlib.suppress(WeightsChangedError):
+        try:
             result = await self._computer.run(self.request, nonces, self._size, ahead)
-            await self.delivery.add(self._record(len(nonces), result))
-            _refuse_sick_engine(self.counters.sick, self._settings.sick_nonces)
+        except WeightsChangedError:
+            return
+        await self.delivery.add(self._record(len(nonces), result))
+        _refuse_sick_engine(self.counters.sick, self._settings.sick_nonces)
 
     async def _autotune(self) -> None:
         await self._computer.autotune(self.request)

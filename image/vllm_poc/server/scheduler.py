@@ -160,9 +160,7 @@ class Scheduler:
         facts, spec = await self.model.facts(), PassSpec.of_round(request)
         if not facts["fused"] or self._autotuner.is_full or self._autotuner.find(spec) is not None:
             return None
-        size = HalvingSliceSize(min(limit, first_nonces(spec.seq_len)), self._settings.slice_seconds)
-        size.weights = self.weights
-        return size
+        return self.slice_size(request, min(limit, first_nonces(spec.seq_len)))
 
     def slice_size(self, request: RoundRequest, limit: int) -> SliceSize:
         """Return the size for work whose forward passes hold up to ``limit`` nonces, or what was tuned for it."""
