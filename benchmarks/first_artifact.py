@@ -97,6 +97,7 @@ class Bench:
         begun = time.monotonic()
         print(f"round {number}: the answers of {count} chats flow", flush=True)
         answered, first = await asyncio.gather(self._start(number), self._first_after(begun, chats))
+        print(f"round {number}: its first artifacts came after {first - begun:.3f} s", flush=True)
         await asyncio.to_thread(self._server.stop)
         streamed = [chat for share in await chats for chat in share]
         return {
@@ -159,6 +160,7 @@ def main() -> None:
     model = options.model or write_model(options.shape, folder / "model", layers=options.layers)
     flags = ["--enable-poc"] if options.model else [*SHAPE_FLAGS, "--gpu-memory-utilization", str(options.memory)]
     flags += ["--num-gpu-blocks-override", str(options.blocks)]
+    flags += ["--max-model-len", str(max(options.seq_len, options.prompt + options.output))]
     flags += [*(["--enforce-eager"] if options.enforce_eager else []), *shlex.split(options.flags)]
     print(f"the server's log: {folder / 'server.log'}", flush=True)
     begun = time.monotonic()
@@ -175,7 +177,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--chats", type=int, default=1500, help="that are sent at once")
     parser.add_argument("--processes", type=int, default=8, help="that share the chats")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
-    parser.add_argument("--output", type=int, default=512, help="tokens of an answer")
+    parser.add_argument(
+        "--output", type=int, default=1400, help="tokens of an answer; all chats have come before one ends"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="one after the other, each beside chats of its own")
     parser.add_argument("--seq-len", type=int, default=1024, help="of the round")
     parser.add_argument("--batch", type=int, default=32, help="the round's batch size")
