@@ -74,9 +74,15 @@ check: .venv/.lock verify ## Format, lint, types, layers, generated files, links
 	PYTHONPATH=operator:image .venv/bin/lint-imports
 	$(MKDOCS) build --strict --quiet
 
+unit_tests = tests/unit tests/wire tests/browser --ignore tests/unit/vllm_poc/maths --ignore tests/unit/vllm_poc/worker
+
 .PHONY: test-unit
 test-unit: .venv/.lock postgresql chromium ## Tests that need neither torch nor a cluster; both sides of the REST contract; the web page
-	@$(call tests,.venv/bin/pytest $(WAITING) tests/unit tests/wire tests/browser --ignore tests/unit/vllm_poc/maths --ignore tests/unit/vllm_poc/worker)
+	@$(call tests,.venv/bin/pytest $(WAITING) -m 'not long' $(unit_tests))
+
+.PHONY: test-unit-long
+test-unit-long: .venv/.lock postgresql ## Those of them that take long: gateways that are killed or hang, copies of one in use
+	.venv/bin/pytest $(WAITING) -m long $(unit_tests)
 
 .PHONY: postgresql
 postgresql:

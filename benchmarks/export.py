@@ -70,9 +70,8 @@ def _insert(connection: Connection, known: KnownRound, slot: int, indexes: range
 
 def serve(url: str, port: int) -> None:
     """Serve the database at ``url``."""
-    app = FastAPI()
     database = Database.open(url)
-    app.include_router(router(database, Commands(database), limits=False))
+    app = FastAPI(routes=router(database, Commands(database), limits=False).routes)
     install_handlers(app)
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
 

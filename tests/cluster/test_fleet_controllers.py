@@ -164,6 +164,7 @@ async def hung_engine(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN
     await send({"type": "http.response.body", "body": body.encode()})
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("operator")
 async def test_a_hung_pod_is_replaced_and_recorded(cluster: ApiServer) -> None:
     port = free_port()

@@ -257,6 +257,7 @@ POD_MONITORS: Body = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("operator")
 async def test_a_pod_monitor_is_made_where_the_cluster_knows_it(api: ApiServer) -> None:
     spec = {**PATH, "metrics": {"podMonitor": True}, "disruptionBudget": {"maxUnavailable": 2}}

@@ -219,6 +219,7 @@ async def test_no_round_loses_a_slot_or_nonce_while_pods_are_replaced(
     assert not any(reason == "UpdateFailed" for reason in events(cluster, NAME))
 
 
+@pytest.mark.long
 async def test_a_canary_that_computes_wrong_vectors_stops_the_update(
     cluster: ApiServer, operator: Process, tmp_path: Path
 ) -> None:

@@ -41,7 +41,7 @@ def test_the_offline_evaluator_agrees_at_every_edge(api: ApiServer, kind: type[R
 
 @_KIND
 @given(data=st.data())
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_the_offline_evaluator_agrees_on_random_specs(
     api: ApiServer, kind: type[Resource], data: st.DataObject
 ) -> None:

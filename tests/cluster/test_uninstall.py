@@ -114,6 +114,7 @@ def watched(kube: Kube) -> Iterator[tuple[str, ...]]:
         kube.kubectl("delete", "namespace", namespace, "--ignore-not-found", "--timeout=60s", limit=70)
 
 
+@pytest.mark.long
 def test_a_namespace_with_roles_alone_can_be_deleted(kube: Kube, watched: tuple[str, ...], receiver: Receiver) -> None:
     """The operator's rights go with the namespace, but after its pods: who answers is told to stop, and nobody is
     waited for. Its other namespaces go on.

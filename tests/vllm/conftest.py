@@ -39,6 +39,10 @@ ALONE = (
 )
 
 
+#: Families whose server takes its time to start, and shows little that those of others do not.
+_LONG = {"gemma3": pytest.mark.long}
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:  # noqa: ANN401 - xdist ships no types
     """Give all tests of shared servers to one process, so that no two start the same server."""
@@ -59,7 +63,7 @@ def qwen3(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield client
 
 
-@pytest.fixture(scope="session", params=FAMILIES)
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=_LONG.get(name, ())) for name in FAMILIES])
 def family(
     request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Family]:

@@ -61,7 +61,7 @@ def several(storage: Path) -> dict[str, Any]:
     return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
-@pytest.fixture(scope="module", params=[an_example, several])
+@pytest.fixture(scope="module", params=[an_example, pytest.param(several, marks=pytest.mark.long)])
 def connected(
     request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Connected]:
@@ -149,7 +149,7 @@ def latent_drafts() -> dict[str, str]:
     ("target", "family"),
     [
         pytest.param("DeepseekV3ForCausalLM", "deepseek", marks=pytest.mark.long),
-        ("Glm4MoeForCausalLM", "qwen3-moe"),
+        pytest.param("Glm4MoeForCausalLM", "qwen3-moe", marks=pytest.mark.long),
     ],
 )
 def test_layers_that_draft_change_no_result_and_poc_none_of_chats_tokens(

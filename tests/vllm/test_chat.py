@@ -60,6 +60,7 @@ def test_poc_leaves_the_kv_cache_as_it_is(family: Family) -> None:
     assert client.worker("poc_test_kv_checksum") != filled, "the checksum must see chat's writes"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["gemma3"], indirect=True)
 def test_batches_of_the_look_go_beyond_the_models_window(family: Family) -> None:
     """It is of 32 tokens in the layers of this model but one."""

@@ -336,10 +336,11 @@ def test_a_bad_command_line_exits_with_2(words: list[str]) -> None:
     ("flags", "status", "answer"),
     [
         ([], 0, "PoC runs here: the "),
-        (
+        pytest.param(
             ["--runner", "pooling"],
             1,
             "PoC does not run here: Qwen3ForEmbedding generates nothing under --runner pooling",
+            marks=pytest.mark.long,
         ),
         (["--tokenizer", "nowhere", "--config-format", "mistral"], 1, "PoC does not run here: vLLM's engine does not"),
         (["--data-parallel-size", "2"], 2, "error: PoC needs one API server"),

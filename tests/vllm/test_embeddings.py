@@ -14,6 +14,7 @@ NONCES = [0, 1, 5, 2**31 - 1]
 PROMPT = "What is a license?"
 
 
+@pytest.mark.long
 def test_a_model_without_an_argument_for_embeddings_computes_the_same(
     qwen3: Client, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,7 @@ FLAGS = (
 )
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=[pytest.param("gemma3", marks=pytest.mark.long), "qwen2_5_vl"])
 def client(
     request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Client]:

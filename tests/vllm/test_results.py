@@ -4,6 +4,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.builders.batches import a_batch
 from tests.vllm.client import Client
 from tests.vllm.device import BATCH_TOLERANCE, skip_without_drafts
@@ -64,6 +66,7 @@ def test_the_engine_survives_a_batch_that_is_too_large(qwen3: Client) -> None:
     assert qwen3.artifacts([0]) != []
 
 
+@pytest.mark.long
 def test_drafts_by_ngrams_change_no_result_and_poc_none_of_chats_tokens(
     qwen3: Client, model_folder: Path, tmp_path: Path
 ) -> None:

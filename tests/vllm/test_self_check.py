@@ -119,9 +119,9 @@ def of_another_model(weights: Weights) -> None:
     [
         ("weights of 4 bits", partial(rounded, bits=4, group=128), True),
         pytest.param("weights of 8 bits", partial(rounded, bits=8, group=128), False, marks=pytest.mark.long),
-        ("another weight file", of_another_model, True),
+        pytest.param("another weight file", of_another_model, True, marks=pytest.mark.long),
         ("the highest bit of one exponent", partial(flipped, bit=30), True),
-        ("one sign", partial(flipped, bit=31), False),
+        pytest.param("one sign", partial(flipped, bit=31), False, marks=pytest.mark.long),
     ],
 )
 def test_other_weights(

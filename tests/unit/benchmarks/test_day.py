@@ -16,7 +16,7 @@ HEIGHT = 7
 PLAN = Plan(artifacts=2 * SLOTS * BATCH, kills=2)
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
 async def test_nothing_is_lost_changed_or_out_of_order(kind: str, tmp_path: Path) -> None:
     with database_of(kind, tmp_path) as url:
         figures = await run(url, tmp_path, PLAN)

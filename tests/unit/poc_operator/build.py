@@ -21,7 +21,7 @@ from vllm_poc.wire.answers import ModelLimits, PowState, RoundConfig, StatusResp
 
 WorkT = TypeVar("WorkT", PoCRound, PoCValidation, PoCCalibration)
 #: Random histories for each property; `make histories` sets more.
-HISTORIES = int(os.environ.get("HISTORIES", "200"))
+HISTORIES = int(os.environ.get("HISTORIES", "100"))
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 UID = "round-uid"
 CALLBACK = "http://pod:secret@gateway:8080/callbacks/ns/r/round-uid"

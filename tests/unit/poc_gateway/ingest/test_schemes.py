@@ -87,8 +87,7 @@ async def stored_round(database: Database, bodies: list[bytes]) -> KnownRound:
 
 @pytest.fixture
 async def client(database: Database) -> AsyncClient:
-    app = FastAPI()
-    app.include_router(router(database, Commands(database), limits=False))
+    app = FastAPI(routes=router(database, Commands(database), limits=False).routes)
     return AsyncClient(transport=ASGITransport(app), base_url="http://gateway")
 
 

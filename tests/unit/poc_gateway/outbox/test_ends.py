@@ -42,8 +42,7 @@ def outbox(database: Database) -> Outbox:
 
 @pytest.fixture
 async def client(database: Database, outbox: Outbox) -> AsyncIterator[httpx.AsyncClient]:
-    app = FastAPI()
-    app.include_router(router(database, outbox))
+    app = FastAPI(routes=router(database, outbox).routes)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
         yield client
 

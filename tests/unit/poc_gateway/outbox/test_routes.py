@@ -24,9 +24,8 @@ def outbox(database: Database) -> Outbox:
 
 @pytest.fixture
 async def client(database: Database, outbox: Outbox) -> AsyncIterator[httpx.AsyncClient]:
-    app = FastAPI()
-    app.include_router(router(database, outbox))
-    app.include_router(query_routes.router(database, outbox, limits=False))
+    routes = [*router(database, outbox).routes, *query_routes.router(database, outbox, limits=False).routes]
+    app = FastAPI(routes=routes)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
         yield client
 

@@ -15,8 +15,7 @@ from poc_gateway.store.database import Database
 
 @pytest.fixture
 def app(database: Database) -> FastAPI:
-    app = FastAPI()
-    app.include_router(router(database, Commands(database), limits=True))
+    app = FastAPI(routes=router(database, Commands(database), limits=True).routes)
     install_handlers(app)
     return app
 

@@ -567,6 +567,7 @@ async def test_a_gateway_that_ends_in_the_middle_leaves_nothing_half_written(
     await what_was_interrupted_is_seen_by_no_reader(database, s3)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_wherever_the_process_is_killed_there_is_one_archive_in_the_end(
     database: Database, database_url: str, s3: S3Server
@@ -637,6 +638,7 @@ async def test_a_gateway_archives_and_the_page_reads_what_it_wrote(
     assert done.stdout.startswith("round-uid-1 100 results, ['nonce', 'slot', 'node_id', 'received_at', 'vector']")
 
 
+@pytest.mark.long
 async def test_a_gateway_ends_while_the_server_hangs(
     database: Database, database_url: str, s3: S3Server, tmp_path: Path
 ) -> None:
@@ -711,7 +713,13 @@ def test_what_was_cancelled_with_the_signal_leaves_as_what_was_interrupted(monke
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-@pytest.mark.parametrize("how", ["an error", "by hand", "by hand, told in another thread"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "an error",
+        *(pytest.param(how, marks=pytest.mark.long) for how in ("by hand", "by hand, told in another thread")),
+    ],
+)
 async def test_a_process_ends_while_the_server_hangs_however_it_ends(
     database: Database, database_url: str, s3: S3Server, how: str
 ) -> None:

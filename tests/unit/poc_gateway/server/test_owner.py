@@ -204,6 +204,7 @@ async def test_an_owner_that_hung_sends_and_marks_nothing_more(fleet: Fleet, sta
     await fleet.forwarded(6_300, TAKEN_OVER)
 
 
+@pytest.mark.long
 async def test_an_owner_that_hung_between_two_posts_does_not_go_on_with_the_next(
     fleet: Fleet, stack: ExitStack
 ) -> None:
@@ -348,6 +349,7 @@ async def test_a_gateway_of_before_several_is_fenced_out(database_url: str) -> N
     before.close()
 
 
+@pytest.mark.long
 async def test_a_receiver_that_hangs_holds_no_takeover_up(fleet: Fleet, stack: ExitStack) -> None:
     async def never(_: Post) -> web.Response:
         await asyncio.sleep(60)

@@ -131,6 +131,7 @@ def epoch_of(url: str) -> int:
     return found
 
 
+@pytest.mark.long
 async def test_a_copy_of_a_gateway_in_use_loses_nothing_and_repeats_little(
     database_url: str, tmp_path: Path, copies: Copies
 ) -> None:

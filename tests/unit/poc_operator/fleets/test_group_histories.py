@@ -356,7 +356,7 @@ ABSENCES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, REPLICAS - 1), 
 
 
 @given(absences=ABSENCES, grace=st.integers(0, 1))
-@settings(max_examples=HISTORIES // 20, deadline=None)
+@settings(max_examples=HISTORIES // 10, deadline=None)
 @example(absences=[(1, REPLICAS - 1, 30)], grace=0)
 @example(absences=[(6, REPLICAS - 1, 2)], grace=0)
 @example(absences=[(6, REPLICAS - 1, 28)], grace=1)
@@ -481,7 +481,7 @@ def befall_operator(world: Groups, action: str, number: int) -> None:
 
 
 @given(data=st.data(), update=UPDATES, bad=st.lists(BAD, min_size=3, max_size=3), eager=st.booleans())
-@settings(max_examples=HISTORIES // 10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=HISTORIES // 5, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_history_of_groups_takes_more_than_it_may(
     data: st.DataObject, update: dict[str, Any], bad: list[str], eager: bool
 ) -> None:

@@ -112,6 +112,7 @@ def test_nobody_is_blamed_for_what_a_restored_gateway_has_lost(protocol: str) ->
     assert world.end(20) >= (NONCES if protocol == "artifact" else 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @given(ticks=st.integers(2, 25), lost=_lost, restarts=st.booleans())
 def test_so_does_one_whose_operator_was_replaced_meanwhile(
