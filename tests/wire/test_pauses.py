@@ -343,6 +343,19 @@ async def test_what_was_tuned_for_other_weights_is_not_used(pod: Pod) -> None:
     assert calls[anew : anew + 4] == ["poc_describe", "poc_warm_up", "poc_warm_up", "poc_compute"]
 
 
+async def test_a_search_for_other_weights_begins_with_a_look_at_them(pod: Pod) -> None:
+    """Not with the pass that it was about to capture."""
+    pod.engine.facts["fused"] = True
+    await pod.reach(lambda s: s.model is not None)
+    await call(pod, ["/pause"])
+    await pod.start(ARTIFACT | SLOT | {"end_index": 0})  # so that it begins with the search
+    await stands_still(pod)
+    await call(pod, ["/update_weights", "/resume"])
+    await pod.reach(lambda s: "poc_warm_up" in pod.engine.calls)
+    calls = pod.engine.calls
+    assert calls[calls.index("poc_forget") + 1 :][:2] == ["poc_describe", "poc_warm_up"]
+
+
 async def test_workers_that_did_not_forget_are_told_before_they_compute(pod: Pod) -> None:
     await pod.start(ARTIFACT | SLOT)
     await pod.reach(lambda s: s.total_checked > 0)

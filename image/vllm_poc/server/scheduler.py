@@ -284,8 +284,11 @@ class Scheduler:
         self._forgotten = weights
 
     async def _warm_up(self, batch: BatchRequest, segment_seconds: float, keep: list[PassFields]) -> PassTiming:
+        weights = self.weights
         async with self.turn:
             await self._passed()
+            if weights != self.weights:  # which the workers have not looked at so far
+                raise WeightsChangedError
             return (await self._called(partial(self._engine.warm_up, batch, segment_seconds, keep)))[0]
 
     async def _attempted(self, batch: BatchRequest) -> None:
