@@ -145,12 +145,9 @@ def latent_drafts() -> dict[str, str]:
     return {"attention_backend": "CPU_MLA"} if has_own and not ON_GPU else {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("target", "family"),
-    [
-        pytest.param("DeepseekV3ForCausalLM", "deepseek", marks=pytest.mark.long),
-        pytest.param("Glm4MoeForCausalLM", "qwen3-moe", marks=pytest.mark.long),
-    ],
+    ("target", "family"), [("DeepseekV3ForCausalLM", "deepseek"), ("Glm4MoeForCausalLM", "qwen3-moe")]
 )
 def test_layers_that_draft_change_no_result_and_poc_none_of_chats_tokens(
     target: str, family: str, model_folder: Path, tmp_path: Path

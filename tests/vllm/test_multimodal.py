@@ -78,6 +78,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }
+#: What the other type shows as well.
+_LONG = {"gemma3": pytest.mark.long}
 #: Types of models that are served with all their parts here, and shown images.
 SHOWN_IMAGES = {"qwen2_5_vl"}
 FLAGS = (
@@ -87,7 +89,7 @@ FLAGS = (
 )
 
 
-@pytest.fixture(scope="module", params=[pytest.param("gemma3", marks=pytest.mark.long), "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=_LONG.get(name, ())) for name in CONFIGS])
 def client(
     request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Client]:

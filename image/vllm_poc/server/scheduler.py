@@ -203,9 +203,7 @@ class Scheduler:
         The caller holds the `turn`. WeightsChangedError if the work was begun with other ``weights``; ServerEndsError
         once the gate is closed, and the work is not expected to end soon enough, in ``needed`` seconds.
         """
-        await self._passed(needed)
-        if weights != self.weights:
-            raise WeightsChangedError
+        await self._passed_with(weights, needed)
         return await self._called(partial(self._observed, call), busy)
 
     async def idle(self) -> None:
@@ -278,6 +276,12 @@ class Scheduler:
                 return
             await self._let_workers_forget()
 
+    async def _passed_with(self, weights: int, needed: float = inf) -> None:
+        """Wait as `_passed` does. WeightsChangedError if the weights are others by then."""
+        await self._passed(needed)
+        if weights != self.weights:
+            raise WeightsChangedError
+
     async def _let_workers_forget(self) -> None:
         weights = self.weights
         await self._engine.forget()
@@ -286,9 +290,7 @@ class Scheduler:
     async def _warm_up(self, batch: BatchRequest, segment_seconds: float, keep: list[PassFields]) -> PassTiming:
         weights = self.weights
         async with self.turn:
-            await self._passed()
-            if weights != self.weights:  # which the workers have not looked at so far
-                raise WeightsChangedError
+            await self._passed_with(weights)  # others the workers have not looked at so far
             return (await self._called(partial(self._engine.warm_up, batch, segment_seconds, keep)))[0]
 
     async def _attempted(self, batch: BatchRequest) -> None:
