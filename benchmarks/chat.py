@@ -29,7 +29,7 @@ import aiohttp
 
 from benchmarks.chat_figures import Answers, Measured, Nonces, Side, table
 from benchmarks.chat_load import Lengths, Load, seconds_without
-from benchmarks.gpu_shapes import SHAPES
+from benchmarks.gpu_shapes import PART_OF, SHAPES
 from benchmarks.receiver import accepting
 from tests.vllm.client import K_DIM, Client
 from tests.vllm.device import ON_GPU
@@ -59,7 +59,7 @@ def main() -> None:
 
     options, begin = _options(), time.monotonic()
     folder = Path(mkdtemp())
-    model = options.model or write_model(options.shape, folder / "model", layers=options.layers)
+    model = options.model or write_model(options.shape, folder / "model", layers=options.layers, ranks=options.part_of)
     print(f"the server's log: {folder / 'server.log'}", flush=True)
     with accepting() as receiver, serving(model, folder / "server.log", _flags(options)) as server:
         _say(begin, "the server is ready")
@@ -203,6 +203,7 @@ def server_options(description: str | None, *, memory: float) -> argparse.Argume
     served.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     served.add_argument("--model", type=Path, help="a folder with weights and a tokenizer that knows chats")
     parser.add_argument("--layers", type=int, help="only so many of the shape's layers")
+    parser.add_argument("--part-of", type=int, default=1, metavar="RANKS", help=PART_OF)
     parser.add_argument("--enforce-eager", action="store_true", help="neither compile nor capture CUDA graphs")
     parser.add_argument("--memory", type=float, default=memory, help="share of the GPU's memory for vLLM")
     parser.add_argument("--flags", default="", help="more flags of the server, as one word")

@@ -9,9 +9,9 @@ from hack.models.store import CORPUS
 from hack.models.tokenizer import write_tokenizer
 
 
-def write_model(shape: str, folder: Path, *, layers: int | None = None) -> Path:
+def write_model(shape: str, folder: Path, *, layers: int | None = None, ranks: int = 1) -> Path:
     """Write configuration and tokenizer into ``folder`` and return it."""
-    config = write_shape(shape, folder, layers=layers)
+    config = write_shape(shape, folder, layers=layers, ranks=ranks)
     write_tokenizer(CORPUS, folder)
     _add_words(folder / "tokenizer.json", config["vocab_size"])
     return folder

@@ -157,7 +157,7 @@ def main() -> None:
     """Measure as the command line says."""
     options = _options()
     folder = Path(mkdtemp())
-    model = options.model or write_model(options.shape, folder / "model", layers=options.layers)
+    model = options.model or write_model(options.shape, folder / "model", layers=options.layers, ranks=options.part_of)
     flags = ["--enable-poc"] if options.model else [*SHAPE_FLAGS, "--gpu-memory-utilization", str(options.memory)]
     flags += ["--num-gpu-blocks-override", str(options.blocks)]
     flags += ["--max-model-len", str(max(options.seq_len, options.prompt + options.output))]

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.gpu_equality import equality
 from benchmarks.gpu_pod import MAX_TOKENS, Pod, call, described
-from benchmarks.gpu_shapes import ARGUMENTS, AS_SERVED, SHAPES, write_shape
+from benchmarks.gpu_shapes import ARGUMENTS, AS_SERVED, PART_OF, SHAPES, write_shape
 from vllm import LLM
 
 #: Characters of a kernel's name that are printed.
@@ -39,12 +39,15 @@ def main() -> None:
             rows.append(row | equal)
             if equal:
                 print(f"  from the unfused pass: {equal}", flush=True)
-    print(json.dumps({"shape": options.shape, "layers": options.layers, "facts": pod.facts, "rows": rows}))
+    served_part = {"shape": options.shape, "layers": options.layers, "part_of": options.part_of}
+    print(json.dumps({**served_part, "facts": pod.facts, "rows": rows}))
 
 
 def served(options: argparse.Namespace, *, extension: str) -> tuple[LLM, dict[str, Any]]:
     """Return the model that the command line asks for, served with this worker extension, and its configuration."""
-    config = write_shape(options.shape, folder := Path(mkdtemp()), layers=options.layers)
+    if options.part_of > 1 and options.tensor_parallel > 1:
+        raise SystemExit("--part-of is for a single GPU: leave out --tensor-parallel")
+    config = write_shape(options.shape, folder := Path(mkdtemp()), layers=options.layers, ranks=options.part_of)
     model = LLM(
         str(folder),
         load_format="dummy",
@@ -103,6 +106,7 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--layers", type=int, help="only so many of the shape's layers")
+    parser.add_argument("--part-of", type=int, default=1, metavar="RANKS", help=PART_OF)
     parser.add_argument("--seq-len", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)

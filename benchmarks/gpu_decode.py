@@ -197,6 +197,7 @@ def _request(options: argparse.Namespace, nonces: int) -> DecodeRequest:
 
 
 def _print(options: argparse.Namespace, what: str, rows: list[Row]) -> None:
+    what += f", the part of one of {options.part_of} ranks" if options.part_of > 1 else ""
     print(f"{options.shape}, {what}, {options.tensor_parallel} GPUs")
     for row in rows:
         rate = row["nonces"] / (row["prefill"] + options.max_tokens * row["step"])

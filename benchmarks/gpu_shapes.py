@@ -235,18 +235,44 @@ AS_SERVED: dict[str, dict[str, Any]] = {
     }
 }
 
+#: What the benchmarks' option for that says.
+PART_OF = (
+    "what one of so many ranks has with tensor parallelism: without sums over ranks, but with all of the vocabulary"
+)
+#: What tensor parallelism divides among ranks. Routers, latent projections and the index are the same on each.
+_DIVIDED = {"num_attention_heads", "linear_num_heads", "o_groups", "intermediate_size", "moe_intermediate_size"}
+#: What ranks share where there are more of them.
+_SHARED = "num_key_value_heads"
 
-def write_shape(name: str, folder: Path, *, layers: int | None = None) -> dict[str, Any]:
-    """Write the configuration of a model, or of its first layers, into ``folder`` and return it."""
-    config = SHAPES[name] | ({"num_hidden_layers": layers} if layers is not None else {})
-    if "text_config" in config:
-        config["text_config"] = config["text_config"] | ({"num_hidden_layers": layers} if layers is not None else {})
-        config.pop("num_hidden_layers", None)
-    if "compress_ratios" in config:
-        config["compress_ratios"] = config["compress_ratios"][: config["num_hidden_layers"]]
+
+def write_shape(name: str, folder: Path, *, layers: int | None = None, ranks: int = 1) -> dict[str, Any]:
+    """Write the configuration of a model, or of a part of it as in `shape_of`, into ``folder`` and return it."""
+    config = shape_of(name, layers=layers, ranks=ranks)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return config
+
+
+def shape_of(name: str, *, layers: int | None = None, ranks: int = 1) -> dict[str, Any]:
+    """Return the configuration of a model, of its first layers, or of what one of ``ranks`` ranks has.
+
+    ValueError if so many ranks cannot share the model.
+    """
+    shape = SHAPES[name]
+    if "text_config" in shape:
+        return shape | {"text_config": _part(shape["text_config"], layers, ranks)}
+    return _part(shape, layers, ranks)
+
+
+def _part(shape: dict[str, Any], layers: int | None, ranks: int) -> dict[str, Any]:
+    whole = [key for key in sorted(_DIVIDED & shape.keys()) if shape[key] % ranks]
+    if whole:
+        raise ValueError(f"{ranks} ranks cannot share {', '.join(f'{shape[key]} {key}' for key in whole)}")
+    shape = shape | {"num_hidden_layers": shape["num_hidden_layers"] if layers is None else layers}
+    if "compress_ratios" in shape:
+        shape["compress_ratios"] = shape["compress_ratios"][: shape["num_hidden_layers"]]
+    divided = {key: shape[key] // ranks for key in _DIVIDED & shape.keys()}
+    return shape | divided | {_SHARED: max(1, shape[_SHARED] // ranks)}
 
 
 def flops_per_nonce(config: dict[str, Any], seq_len: int) -> float:
