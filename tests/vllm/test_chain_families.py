@@ -107,7 +107,10 @@ def test_chains_are_those_of_one_pass_over_all_tokens(client: Client) -> None:
     assert len({point for row in found["indices"] for point in row}) > 8, "all chains are alike"
 
 
-@pytest.mark.parametrize("parts", [1, EACH_LAYER], ids=["between-steps", "within-steps"])
+@pytest.mark.parametrize(
+    "parts",
+    [pytest.param(1, id="between-steps", marks=pytest.mark.long), pytest.param(EACH_LAYER, id="within-steps")],
+)
 def test_chat_and_prefill_run_beside_chains_and_neither_changes_the_other(client: Client, parts: int) -> None:
     prompt = "Something long enough to fill more than one block of the cache. " * 5
     before, artifacts = client.chat(prompt), client.artifacts(NONCES[:1])
