@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
+from tests.wire.test_decode import DECODE, DECODES
 from tests.wire.test_pauses import REQUESTS, call, nobody_waits
 from tests.wire.test_requests import error_of
 
@@ -64,6 +65,17 @@ async def test_a_request_that_is_got_to_is_waited_for(pod: Pod, name: str) -> No
     started = monotonic()
     lists = {"nonces": many, "dist": [1.4] * len(many)} if route == "validate" else {"nonces": many}
     assert (await pod.post(route, body | lists)).status_code == 200
+    assert monotonic() - started > 2 * BUSY_SECONDS
+
+
+@pytest.mark.parametrize("pod_settings", [IMPATIENT | DECODES])
+async def test_a_batch_of_chains_that_is_computed_is_waited_for(pod: Pod) -> None:
+    """Its steps may take minutes beside chat, and all of them are one slice."""
+    pod.engine.seconds_per_batch = BUSY_SECONDS / 4
+    started = monotonic()
+    answer = await pod.post("generate", DECODE | {"nonces": [1, 2, 3], "wait": True, "beside_round": True})
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["artifacts"]) == 3
     assert monotonic() - started > 2 * BUSY_SECONDS
 
 

@@ -170,7 +170,9 @@ class Turn:
 
 
 class Patience:
-    """How long a client waits: ``total`` seconds for the result, and ``busy`` seconds, if any, for each slice of it.
+    """How long a client waits: ``total`` seconds for the result, and ``busy`` seconds, if any, for each call of it.
+
+    A slice is one call to the workers or, of chains, hundreds.
 
     ``why`` it may take so long is for people.
     """
@@ -179,22 +181,27 @@ class Patience:
         self._total = total
         self._busy = busy
         self._why = why
-        self._slice = asyncio.timeout(None)
+        self._call = asyncio.timeout(None)
+        self._waits = False
 
     def renew(self) -> None:
-        """Wait as long as at first for the next slice."""
-        if self._busy is not None and not self._slice.expired():
-            self._slice.reschedule(asyncio.get_running_loop().time() + self._busy)
+        """Wait as long as at first for the next call, unless the client has gone."""
+        if self._busy is not None and self._waits and not self._call.expired():
+            self._call.reschedule(asyncio.get_running_loop().time() + self._busy)
 
     @asynccontextmanager
     async def limited(self) -> AsyncIterator[None]:
         """Cancel what is awaited in this context when the patience ends, and refuse with 503 ``Busy`` then."""
         try:
-            async with asyncio.timeout(self._total), self._slice:
+            async with asyncio.timeout(self._total), self._call:
+                self._waits = True
                 self.renew()
-                yield
+                try:
+                    yield
+                finally:
+                    self._waits = False  # a call that the workers answer later has nothing to renew
         except TimeoutError:
-            if self._slice.expired():
+            if self._call.expired():
                 detail = f"the engine has not got to this within {self._busy:g} s, {self._why}: ask again later"
             else:
                 detail = f"the nonces were not done within {self._total:g} s, {self._why}: ask for fewer, or later"
@@ -216,17 +223,21 @@ class Busy(Protocol):
 class SliceMeter:
     """Counts the time that a slice takes while a round computes: by itself, and in the ``share`` of all requests.
 
-    It keeps the ``turn`` of the slice until all of that time is known.
+    It keeps the ``turn`` of the slice until all of that time is known, and calls ``progress`` after each call.
     """
 
-    def __init__(self, share: BusyShare, turn: Turn, round_computes: Callable[[], bool]) -> None:
+    def __init__(
+        self, share: BusyShare, turn: Turn, round_computes: Callable[[], bool], progress: Callable[[], None]
+    ) -> None:
         self.seconds = 0.0
         self.hold = turn.hold
         self._share = share
         self._round_computes = round_computes
+        self._progress = progress
 
     def add(self, start: float, end: float) -> None:
         """Count the time from ``start`` to ``end``, if a round computes."""
+        self._progress()
         if self._round_computes():
             self.seconds += end - start
             self._share.add(start, end)
@@ -250,16 +261,16 @@ class RequestShare:
         self._turn, self._turn_of_chains = Turn(), Turn()
 
     @asynccontextmanager
-    async def slice(self, *, of_chains: bool) -> AsyncIterator[SliceMeter]:
+    async def slice(self, progress: Callable[[], None], *, of_chains: bool) -> AsyncIterator[SliceMeter]:
         """Wait for the turn of a slice, which lasts as long as the context does, and the call that it has begun.
 
-        Tell the meter when it computes.
+        Tell the meter when it computes. It calls ``progress`` each time.
         """
         turn = self._turn_of_chains if of_chains else self._turn
         async with turn:
             while self.round_computes() and (self._rests or self._busy.value() >= self._share):
                 await self._clock.sleep(self._backoff)
-            meter = SliceMeter(self._busy, turn, self.round_computes)
+            meter = SliceMeter(self._busy, turn, self.round_computes, progress)
             try:
                 yield meter
             finally:

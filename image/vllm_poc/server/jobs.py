@@ -265,9 +265,10 @@ class RequestWorker:
     async def result(
         self, request: GenerateRequest, request_id: str, limit: int, progress: Progress = _nothing
     ) -> Result:
-        """Return artifacts, distances or a verdict; ``progress`` is called per slice. EngineError if the engine fails.
+        """Return artifacts, distances or a verdict; ``progress`` is called after each call to the workers.
 
-        That is so, too, if the weights become others after the first slice, since a result of both is worth nothing.
+        EngineError if the engine fails, or the weights become others after the first slice: a result of both is worth
+        nothing.
         """
         ready = _at_once if request.beside_round else self._ready
         slices = self._slices(request, request.nonces, limit, ready, progress)
@@ -322,7 +323,7 @@ class RequestWorker:
             done += len(part)
             look_ahead(ahead, size, following)
             try:
-                async with self._share.slice(of_chains=request.protocol is Protocol.DECODE) as busy:
+                async with self._share.slice(progress, of_chains=request.protocol is Protocol.DECODE) as busy:
                     result = await computer.run(request, part, size, ahead, busy=busy, gives_way=gives_way)
             except GaveWayError:
                 done -= len(part)
@@ -332,7 +333,6 @@ class RequestWorker:
                     raise
                 size, ahead, done = await self._size(request, len(nonces), limit), deque(), 0
                 continue
-            progress()
             metrics.count_nonces(request.protocol, "request", computed=len(part), not_finite=result.rejected)
             yield result.items
 
