@@ -135,6 +135,15 @@ async def test_a_whole_round(fleet: ReferenceFleet) -> None:
     assert reasons(fleet) == ["Started", "Completed"]
 
 
+async def test_a_round_ends_once_its_pods_have_drained(fleet: ReferenceFleet) -> None:
+    """They say at once that they are idle. Another round would begin beside their last passes."""
+    for server in fleet.servers.values():
+        server.drain_seconds = 0.5
+    await fleet.reconcile_until(complete)
+    assert [server.draining for server in fleet.servers.values()] == [False, False]
+    assert all(server.starts for server in fleet.servers.values())
+
+
 async def test_a_restarted_pod_begins_anew(fleet: ReferenceFleet) -> None:
     before = await fleet.reconcile_until(computes)
     await fleet.start_pod(HOSTS[0])

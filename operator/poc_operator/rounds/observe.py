@@ -264,6 +264,8 @@ def _forgot(view: SlotView) -> Change | None:
     if view.status is None or view.slot.session != view.status.session_id:
         why = f"pod {view.slot.pod} restarted and forgot the round"
         return lose(view.snapshot, view.slot, Loss.RESTARTED, why, unbind=True)
+    if view.ending and view.report.in_flight:
+        return view.slot, None  # a reference pod says that it is idle while its last passes run: the stop tells
     if view.ending:
         return view.slot.model_copy(update={"state": SlotState.DONE, "error": None}), None
     if _had_other_round(view):

@@ -77,6 +77,14 @@ def test_a_stopped_pod_completes_the_round() -> None:
     assert status.totals.rate == "20.8", "the mean of the 5 s that it ran"
 
 
+@pytest.mark.parametrize(("in_flight", "state"), [(True, State.STOPPING), (False, State.COMPLETE)])
+def test_an_idle_pod_whose_stop_is_not_answered_holds_up_the_end(in_flight: bool, state: State) -> None:
+    """Its last passes run, and what the next round begins beside them comes out wrong."""
+    stopping = a_status(a_slot(next=104, delivered=104, valid=9), stop_time=NOW, outcome=_outcome())
+    report = replace(says(PowState.IDLE), resumes=False, in_flight=in_flight)
+    assert plan(look(a_round(stopping), (a_pod("a"), report), after=1)).status.state is state
+
+
 def test_undelivered_results_are_told() -> None:
     stopping = a_status(a_slot(), stop_time=NOW, outcome=_outcome())
     report = says(STOPPED, next_index=104, delivered_index=100, **OURS)
