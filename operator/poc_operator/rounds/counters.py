@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from poc_operator.apis.v1alpha1.reasons import Reason
-from poc_operator.apis.v1alpha1.round import Assignment
+from poc_operator.apis.v1alpha1.round import Assignment, PoCRound
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.planning.snapshot import WorkEvent
 from poc_operator.rounds.snapshot import RoundSnapshot
@@ -98,6 +98,14 @@ def counted(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:
             "valid": max(told[1], stored.stored),
         }
     )
+
+
+def settled_nonces(round_: PoCRound, slot: Assignment) -> int:
+    """Return how many of the slot's nonces are settled.
+
+    Of chains also those behind a gap: reference pods leave out what has a step that is not finite, and do not say so.
+    """
+    return max(slot.delivered, slot.valid) if round_.spec.protocol is Protocol.DECODE else slot.delivered
 
 
 def with_losses(snapshot: RoundSnapshot, slot: Assignment) -> Assignment:

@@ -14,7 +14,7 @@ from poc_operator.apis.v1alpha1.status import Outcome, Result, SlotState
 from poc_operator.planning import lifecycle
 from poc_operator.planning.conditions import first_few
 from poc_operator.planning.lifecycle import LIMITS, EndRule, close, complete, end_by, failed
-from poc_operator.rounds.counters import PATIENCE
+from poc_operator.rounds.counters import PATIENCE, settled_nonces
 from poc_operator.rounds.leaving import leave
 from poc_operator.rounds.rivals import under_way
 from poc_operator.rounds.slots import TOLD_SECONDS
@@ -27,7 +27,7 @@ DECISION_PATIENCE = timedelta(seconds=30)
 def enough_nonces(snapshot: RoundSnapshot, status: RoundStatus) -> Outcome | None:
     """``stop.afterNonces`` is reached: so many are settled, which a gateway must have stored."""
     stop = snapshot.round.spec.stop
-    settled = sum(slot.delivered for slot in status.assignments)
+    settled = sum(settled_nonces(snapshot.round, slot) for slot in status.assignments)
     if stop is None or stop.after_nonces is None or settled < stop.after_nonces:
         return None
     return complete(f"spec.stop.afterNonces of {stop.after_nonces} reached")
@@ -148,7 +148,7 @@ def finish(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
         return step
     if under_way(status) and status.stop_time is not None and snapshot.now - status.stop_time < DECISION_PATIENCE:
         return step
-    undelivered = sum(slot.next - slot.delivered for slot in status.assignments)
+    undelivered = sum(max(0, slot.next - settled_nonces(snapshot.round, slot)) for slot in status.assignments)
     if undelivered and _gateway_may_know_more(snapshot, status):
         return step
     lost = _lost(status.outcome, status, undelivered)

@@ -13,7 +13,7 @@ from poc_operator.planning.conditions import first_few, given_up, set_conditions
 from poc_operator.planning.eligibility import Finding, unusable_pods
 from poc_operator.planning.lifecycle import tally
 from poc_operator.rounds.allowance import waits_for_more
-from poc_operator.rounds.counters import is_doubted
+from poc_operator.rounds.counters import is_doubted, settled_nonces
 from poc_operator.rounds.cross_check import describe
 from poc_operator.rounds.rivals import under_way
 from poc_operator.rounds.slots import free_pods
@@ -50,7 +50,7 @@ def totals(snapshot: RoundSnapshot, status: RoundStatus) -> Totals:
     return Totals(
         checked=checked,
         valid=sum(slot.valid for slot in slots),
-        delivered=sum(slot.delivered for slot in slots),
+        delivered=sum(settled_nonces(snapshot.round, slot) for slot in slots),
         rejected=sum(slot.rejected for slot in slots),
         retries=sum(max(0, slot.attempts - 1) for slot in slots),
         rate=f"{_rate(snapshot, status, checked):.1f}",

@@ -10,6 +10,7 @@ import pytest
 from poc_operator.apis.v1alpha1.reasons import Reason
 from poc_operator.apis.v1alpha1.round import RoundStatus
 from poc_operator.apis.v1alpha1.status import Outcome, Result, SlotState, State
+from poc_operator.observed import GatewayReport
 from poc_operator.planning.snapshot import DeleteWork, StopPod
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import NOW, a_pod, a_round, a_slot, a_status, has, look, says
@@ -110,6 +111,34 @@ def test_what_a_pod_that_cannot_resume_drops_at_its_stop_is_no_warning() -> None
     status = plan(seen).status
     assert (status.state, status.totals.checked, status.totals.delivered) == (State.COMPLETE, 104, 100)
     assert status.degraded == ""
+
+
+def with_a_gap(stored: int) -> GatewayReport:
+    """So many of the first slot, the last at index 199, and nothing at index 10."""
+    gateway = has((stored, 200))
+    assert gateway.collected is not None
+    gateway.collected.slots[0] = gateway.collected.slots[0].model_copy(update={"delivered_index": 10})
+    return gateway
+
+
+CHAINS: dict[str, Any] = {"decode": {"maxTokens": 4}, "rTarget": None}
+
+
+def test_a_chain_that_a_reference_pod_leaves_out_stands_in_the_way_of_no_other() -> None:
+    """Such pods drop a chain with a step that is not finite, and tell nobody: the gateway has it never."""
+    told = replace(says(GENERATING, session="containerd://a#0", next_index=200), resumes=False)
+    slot = a_slot(session="containerd://a#0")
+    round_ = a_round(a_status(slot), **CHAINS, stop={"afterNonces": 199})
+    running = plan(look(round_, (a_pod("a"), told), gateway=with_a_gap(198))).status
+    assert (running.state, running.totals.delivered, running.totals.valid) == (State.RUNNING, 198, 198)
+    stopping = plan(look(round_, (a_pod("a"), told), gateway=with_a_gap(199))).status
+    assert stopping.outcome is not None
+    assert stopping.outcome.message == "spec.stop.afterNonces of 199 reached"
+    idle = replace(says(PowState.IDLE, session="containerd://a#0"), resumes=False)
+    after = a_round(stopping, **CHAINS, stop={"afterNonces": 199})
+    ended = plan(look(after, (a_pod("a"), idle), after=60, gateway=with_a_gap(199))).status
+    assert (ended.state, ended.totals.delivered) == (State.COMPLETE, 199)
+    assert "; 1 computed nonce was not delivered" in ended.message
 
 
 @pytest.mark.parametrize(("next_index", "rate"), [(200, "0.0"), (500, "50.0")], ids=["again", "beyond"])
