@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
-from tests.wire.test_decode import DECODE, DECODES
+from tests.wire.test_decode import DECODE, DECODES, MOST
 from tests.wire.test_pauses import REQUESTS, call, nobody_waits
 from tests.wire.test_requests import error_of
 
@@ -77,6 +77,22 @@ async def test_a_batch_of_chains_that_is_computed_is_waited_for(pod: Pod) -> Non
     assert answer.status_code == 200, answer.text
     assert len(answer.json()["artifacts"]) == 3
     assert monotonic() - started > 2 * BUSY_SECONDS
+
+
+#: A batch of the round takes longer than a client waits for the engine, and so does the rest behind a request's.
+SHARED = IMPATIENT | DECODES | {"REQUEST_SHARE": "0.25", "SHARE_WINDOW_SECONDS": "0.1"}
+
+
+@pytest.mark.parametrize("pod_settings", [SHARED])
+async def test_chains_beside_a_round_wait_for_their_turn_and_their_share(pod: Pod) -> None:
+    """Of both batches: what was computed would be thrown away, and asked for again."""
+    pod.engine.seconds_per_batch = BUSY_SECONDS / 6
+    await pod.start(DECODE | SLOT)
+    await pod.reach(lambda s: s.next_index > 0)
+    nonces = list(range(1, 6 * 2 * MOST, 6))  # of another slot
+    answer = await pod.post("generate", DECODE | {"nonces": nonces, "wait": True, "beside_round": True})
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["artifacts"]) == 2 * MOST
 
 
 STARTS: dict[str, tuple[str, Any]] = {

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from math import ceil, inf
 from typing import NamedTuple
@@ -108,6 +109,7 @@ class ChainScheduler:
         self._call_seconds = _SHARE * settings.slice_seconds
         self._paces = OrderedDict[int, Pace]()
         self._turn = asyncio.Lock()  # of the batch that the workers keep
+        self._waiting: list[Busy] = []
 
     async def autotune(
         self, request: RoundRequest, nonces: int | None = None, gives_way: Callable[[], bool] = keeps_on
@@ -168,11 +170,25 @@ class ChainScheduler:
     ) -> dict[int, ComputedChain]:
         """Return the chains whose steps are all finite."""
         message = self._message(request, nonces, request.claims if isinstance(request, GenerateRequest) else {})
-        async with self._turn:
+        async with self._turn_of(busy):
             await self.autotune(request)
             result = await self._completed(message, weights, busy, gives_way)
         self._scheduler.model.note(result.get("findings", []))
         return _chains(message, result)
+
+    @asynccontextmanager
+    async def _turn_of(self, busy: Busy | None) -> AsyncIterator[None]:
+        """Wait for the turn of a batch. Each call of the one before, which may take minutes, is progress meanwhile."""
+        waiting = [busy] if busy is not None else []
+        self._waiting += waiting
+        try:
+            await self._turn.acquire()
+        finally:
+            self._waiting = [other for other in self._waiting if other is not busy]
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     async def _completed(
         self,
@@ -188,6 +204,8 @@ class ChainScheduler:
                     raise GaveWayError
                 call = partial(self._engine.decode, message)
                 result, seconds = await self._scheduler.step(call, busy, weights, needed=needed)
+            for other in self._waiting:
+                other.progress()
             if result["complete"]:
                 return result
             needed = result["left"] * seconds / result["parts"]

@@ -211,6 +211,10 @@ class Patience:
 class Busy(Protocol):
     """Is told when PoC computed."""
 
+    def progress(self) -> None:
+        """Take it that the work is got on with, though it may not be its turn yet."""
+        ...
+
     def hold(self, call: asyncio.Task[Any]) -> None:
         """Expect the time of a ``call`` to the workers, which is told before it has ended."""
         ...
@@ -233,11 +237,11 @@ class SliceMeter:
         self.hold = turn.hold
         self._share = share
         self._round_computes = round_computes
-        self._progress = progress
+        self.progress = progress
 
     def add(self, start: float, end: float) -> None:
         """Count the time from ``start`` to ``end``, if a round computes."""
-        self._progress()
+        self.progress()
         if self._round_computes():
             self.seconds += end - start
             self._share.add(start, end)
@@ -264,11 +268,12 @@ class RequestShare:
     async def slice(self, progress: Callable[[], None], *, of_chains: bool) -> AsyncIterator[SliceMeter]:
         """Wait for the turn of a slice, which lasts as long as the context does, and the call that it has begun.
 
-        Tell the meter when it computes. It calls ``progress`` each time.
+        Tell the meter when it computes. It calls ``progress`` each time, and so does the wait for the share.
         """
         turn = self._turn_of_chains if of_chains else self._turn
         async with turn:
             while self.round_computes() and (self._rests or self._busy.value() >= self._share):
+                progress()  # the engine is not too busy: what came before has had its share
                 await self._clock.sleep(self._backoff)
             meter = SliceMeter(self._busy, turn, self.round_computes, progress)
             try:

@@ -21,6 +21,7 @@ from poc_operator.planning.eligibility import (
 from poc_operator.planning.queue import in_turn
 from poc_operator.rounds.ownership import is_stray
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
+from vllm_poc.wire.messages import Protocol
 
 
 def free_pods(snapshot: RoundSnapshot, assignments: Iterable[Assignment]) -> list[PodView]:
@@ -42,7 +43,8 @@ def given_up(assignments: Iterable[Assignment]) -> frozenset[str]:
     return frozenset(slot.uid for slot in assignments if slot.state is SlotState.FAILED and slot.uid is not None)
 
 
-#: So long a ready pod is waited for that was never reached: one lost connection must not leave it without a slot.
+#: So long a ready pod is waited for that was never reached, or has not told what it offers: one lost connection must
+#: not leave it without a slot.
 CONNECT_SECONDS = 5.0
 
 
@@ -67,9 +69,13 @@ def fix_slots(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
 
 
 def _may_answer_soon(snapshot: RoundSnapshot, pod: PodView) -> bool:
-    """Whether the pod is ready, and was never reached, for less than `CONNECT_SECONDS`."""
+    """Whether the pod is ready, and was never reached, or did not tell its schemes, for less than `CONNECT_SECONDS`."""
     report = snapshot.reports.get(pod.uid)
-    if report is None or report.status is not None or report.listens or report.heard:
+    if report is not None and report.status is not None:
+        is_asked = snapshot.round.spec.protocol is Protocol.DECODE and report.schemes is None
+        since = snapshot.seconds_since(snapshot.round.metadata.creation_timestamp)
+        return pod.ready and is_asked and since < CONNECT_SECONDS
+    if report is None or report.listens or report.heard:
         return False
     return pod.ready and report.silent_seconds < CONNECT_SECONDS and _may_serve(snapshot, pod)
 

@@ -11,6 +11,7 @@ from poc_operator.planning.snapshot import StartPod
 from poc_operator.rounds.plan import plan
 from tests.unit.poc_operator.build import a_pod, a_round, a_slot, a_status, look, says
 from vllm_poc.wire.answers import ModelLimits, PowState
+from vllm_poc.wire.messages import Scheme
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,19 @@ def test_every_pod_gets_a_slot(pods: int, nodes: dict[str, int], groups: int, sl
     bound = [slot for slot in status.assignments if slot.pod]
     assert len(bound) == len({(slot.node, slot.group) for slot in bound}) == pods
     assert {slot.node for slot in status.assignments} == set(range(nodes["first"], nodes["last"] + 1))
+
+
+def test_a_round_of_chains_waits_a_moment_for_what_a_pod_offers() -> None:
+    """One lost answer must not leave it without a slot for the whole round."""
+    able = dataclasses.replace(says(), schemes=frozenset(Scheme))
+
+    def slots(second: PodReport, age: int) -> int:
+        round_ = a_round(age=age, decode={"maxTokens": 4}, rTarget=None)
+        return plan(look(round_, (a_pod("a"), able), (a_pod("b"), second))).status.slots
+
+    assert [slots(says(), age) for age in (0, 4, 5)] == [0, 0, 1]
+    assert slots(able, 0) == 2
+    assert slots(dataclasses.replace(says(), schemes=frozenset([Scheme.PREFILL])), 0) == 1
 
 
 def test_slots_follow_the_numbers_of_pods() -> None:
