@@ -205,6 +205,19 @@ async def test_chat_holds_generation_back(pod: Pod) -> None:
     await pod.reach(lambda s: s.next_index > later.next_index)
 
 
+async def test_what_chat_holds_back_after_a_round_does_not_count_for_it(pod: Pod) -> None:
+    await pod.start(DISTANCE | SLOT)
+    await pod.reach(lambda s: s.next_index > 0)
+    await pod.post("stop")
+    ended = (await pod.status()).held_back_seconds
+    pod.engine.output_processor.busy = True
+    asking = asyncio.create_task(pod.post("generate", DISTANCE | {"nonces": [1], "wait": True}))
+    await asyncio.sleep(0.1)
+    assert (await pod.status()).held_back_seconds == ended
+    pod.engine.output_processor.busy = False
+    assert (await asking).status_code == 200
+
+
 async def test_slow_slices_get_shorter_and_no_nonce_is_lost(pod: Pod) -> None:
     pod.engine.seconds_per_batch = 0.06
     await pod.start(DISTANCE | SLOT | {"batch_size": 8})

@@ -107,6 +107,7 @@ class Generation:
         self._limit = slice_limit
         self._size: SliceSize  # once its forward pass is tuned
         self._held_back_before = self._scheduler.gate.held_back_seconds
+        self._held_back_after: float | None = None  # once the round has ended
         self._on_idle = on_idle
         self._settings = settings
         self._clock = clock
@@ -151,8 +152,9 @@ class Generation:
 
     @property
     def held_back_seconds(self) -> float:
-        """How long chat held PoC back since the round started."""
-        return self._scheduler.gate.held_back_seconds - self._held_back_before
+        """How long chat held PoC back since the round started, until it ended."""
+        until = self._held_back_after
+        return (self._scheduler.gate.held_back_seconds if until is None else until) - self._held_back_before
 
     def extend(self, end_index: int) -> None:
         """Compute on up to ``end_index``, if that is further than before."""
@@ -317,6 +319,7 @@ class Generation:
         if self.state is PowState.GENERATING:
             self.state = state
             self.counters.ended = monotonic()
+            self._held_back_after = self._scheduler.gate.held_back_seconds
             self._reporting.cancel()
             self._on_idle()
             level = logging.ERROR if state is PowState.FAILED else logging.INFO
