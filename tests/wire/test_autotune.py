@@ -172,6 +172,21 @@ async def test_a_warm_up_that_fails_fails_the_round(fused: Pod) -> None:
     assert status.error == "poc_warm_up failed: CUDA error"
 
 
+async def test_a_round_whose_pass_made_way_while_it_waited_searches_again(fused: Pod) -> None:
+    """Else it would go on in passes of that size which nobody has captured or cut."""
+    await fused.start(ARTIFACT | SLOT | {"round_id": "r1", "end_index": 16})
+    await fused.reach(lambda s: s.delivered_index == 16)
+    for seq_len in range(1, 1 + MAX_KINDS):
+        named = {"params": ARTIFACT["params"] | {"seq_len": seq_len}, "nonces": list(range(4 * 1024 // seq_len))}
+        answer = await fused.post("generate", ARTIFACT | named | {"wait": True, "beside_round": True})
+        assert answer.status_code == 200, answer.text
+    before = len(fused.engine.warmed_up)
+    answer = await fused.post("extend", {"round_id": "r1", "end_index": 64})
+    assert answer.status_code == 200, answer.text
+    await fused.reach(lambda s: s.delivered_index == 64)
+    assert fused.engine.warmed_up[before:] == [8, 16]
+
+
 async def test_the_oldest_makes_way_when_another_kind_is_tuned_in_vain(fused: Pod) -> None:
     async def warm_ups(seq_len: int) -> int:
         before = len(fused.engine.warmed_up)

@@ -129,6 +129,10 @@ class ChainScheduler:
         """Return the size for batches of ``limit`` chains."""
         return ChainBatch(limit, self._scheduler.weights)
 
+    def is_current(self, request: RoundRequest, size: SliceSize) -> bool:
+        """Whether the weights are the same."""
+        return size.weights == self._scheduler.weights
+
     async def run(
         self,
         request: RoundRequest,

@@ -224,7 +224,9 @@ class Generation:
             await self._compute_first()
             await self._autotune()
             while self.counters.next_index < self.request.slot.capacity:
-                if self._size.weights != self._scheduler.weights:
+                if not ahead:
+                    await self._allowance()  # others may be computed meanwhile
+                if not self._computer.is_current(self.request, self._size):
                     ahead.clear()
                     await self._autotune()
                 await self._compute_slice(ahead)

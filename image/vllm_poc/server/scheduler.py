@@ -82,6 +82,10 @@ class Computer(Protocol):
         """Return the size of slices for work of which ``limit`` nonces may be computed together."""
         ...
 
+    def is_current(self, request: RoundRequest, size: SliceSize) -> bool:
+        """Whether the workers have still what this size of slices was found for."""
+        ...
+
     async def run(
         self,
         request: RoundRequest,
@@ -169,6 +173,12 @@ class Scheduler:
         size = HalvingSliceSize(limit, budget) if tuned is None else TunedSliceSize(tuned, self._stages, budget)
         size.weights = self.weights
         return size
+
+    def is_current(self, request: RoundRequest, size: SliceSize) -> bool:
+        """Whether the weights are the same, and a pass that was tuned has not made way for those of other kinds."""
+        tuned = isinstance(size, TunedSliceSize)
+        kept = not tuned or self._autotuner.find(PassSpec.of_round(request)) is not None
+        return size.weights == self.weights and kept
 
     async def run(
         self,
