@@ -11,6 +11,7 @@ from tests.support.servers.pod import ARTIFACT, DISTANCE, SLOT, Pod
 from tests.wire.test_decode import DECODE, DECODES, MOST
 from tests.wire.test_pauses import REQUESTS, call, nobody_waits
 from tests.wire.test_requests import error_of
+from vllm_poc.wire.messages import API_PREFIX
 
 BUSY_SECONDS = 0.3
 IMPATIENT = {"BUSY_SECONDS": str(BUSY_SECONDS)}
@@ -93,6 +94,21 @@ async def test_chains_beside_a_round_wait_for_their_turn_and_their_share(pod: Po
     answer = await pod.post("generate", DECODE | {"nonces": nonces, "wait": True, "beside_round": True})
     assert answer.status_code == 200, answer.text
     assert len(answer.json()["artifacts"]) == 2 * MOST
+
+
+@pytest.mark.parametrize("pod_settings", [DECODES])
+async def test_busy_chat_takes_no_scheme_away_after_an_update_of_the_weights(pod: Pod) -> None:
+    """Clients remember for a minute what a pod does not offer, and a stage of the network takes three."""
+
+    async def schemes() -> list[str]:
+        told: list[str] = (await pod.http.get(f"{API_PREFIX}/versions")).json()["schemes"]
+        return told
+
+    assert await schemes() == ["prefill", "decode"]
+    chat_is_busy(pod)
+    await asyncio.sleep(0.05)
+    await call(pod, ["/update_weights"])
+    assert await schemes() == ["prefill", "decode"]
 
 
 STARTS: dict[str, tuple[str, Any]] = {

@@ -252,9 +252,9 @@ def decode_refusal(facts: ModelFacts) -> str | None:
     return facts["decode"]["refusal"] if "decode" in facts else _NO_DECODE
 
 
-def offered_schemes(facts: ModelFacts | None) -> list[Scheme]:
-    """Return the schemes that a client may order; the prefill scheme alone while the engine has not told."""
-    decodes = facts is not None and facts["refusal"] is None and decode_refusal(facts) is None
+def offered_schemes(facts: ModelFacts) -> list[Scheme]:
+    """Return the schemes that a client may order."""
+    decodes = facts["refusal"] is None and decode_refusal(facts) is None
     return [Scheme.PREFILL, Scheme.DECODE] if decodes else [Scheme.PREFILL]
 
 

@@ -69,6 +69,7 @@ class PocService:
         self.scheduler = scheduler = Scheduler(engine, settings, pauses, clock)
         self._gate = scheduler.gate
         self._answering: set[asyncio.Task[Any]] = set()  # the requests that clients wait for
+        self._schemes, self._rebuilt = [Scheme.PREFILL], False  # until the engine has told
         computers = Computers(scheduler, ChainScheduler(scheduler, engine, settings))
         self.phases = Phases(computers, self._session, settings, clock)
         self._outbox = Outbox(self._session, settings, clock)
@@ -84,13 +85,15 @@ class PocService:
     async def versions(self, vllm_version: str) -> VersionsResponse:
         """Return what runs here, and what a client may order."""
         facts = await known_facts(self.scheduler.model, paused_by=self._gate.pauses.reason)
-        schemes = admission.offered_schemes(facts)
+        if facts is not None:
+            # Kept while busy chat holds up the look at new weights: clients remember for a while what is not offered.
+            self._schemes = admission.offered_schemes(facts)
+            self._rebuilt = "decode" in facts and facts["decode"]["rebuilt"]
         protocols = [Protocol.DISTANCE, Protocol.ARTIFACT]
-        if Scheme.DECODE in schemes:
+        if Scheme.DECODE in self._schemes:
             protocols.append(Protocol.DECODE)
-        rebuilt = facts is not None and "decode" in facts and facts["decode"]["rebuilt"]
         return VersionsResponse(
-            vllm_version=vllm_version, protocols=protocols, schemes=schemes, rebuilt_codebook=rebuilt
+            vllm_version=vllm_version, protocols=protocols, schemes=self._schemes, rebuilt_codebook=self._rebuilt
         )
 
     async def start(self, request: InitGenerateRequest) -> CommandResponse:
