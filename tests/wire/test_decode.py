@@ -287,6 +287,19 @@ async def test_chains_owe_a_round_no_rest_for_the_time_before_it(pod: Pod, clock
     assert clock.now() - began < 0.3
 
 
+@pytest.mark.parametrize("pod_settings", [DECODES | {"REQUEST_SHARE": "0.25", "SHARE_WINDOW_SECONDS": "0.25"}])
+async def test_vectors_beside_a_round_do_not_wait_until_chains_have_rested(pod: Pod, clock: FakeClock) -> None:
+    pod.engine.seconds_per_batch = 0.05
+    await pod.start(DECODE | SLOT)
+    await pod.reach(lambda s: s.next_index > 0)
+    await generated(pod, clock, DECODE | {"nonces": [1, 7], "beside_round": True})
+    began = clock.now()
+    await generated(pod, clock, ARTIFACT | {"nonces": [5], "beside_round": True})
+    assert clock.now() - began < 0.3
+    await generated(pod, clock, DECODE | {"nonces": [13], "beside_round": True})
+    assert clock.now() - began > 3 * 13 * 0.05, "chains have"
+
+
 async def test_vectors_do_not_wait_for_the_batches_of_chains(pod: Pod, clock: FakeClock) -> None:
     pod.engine.seconds_per_batch = 0.05
     asking = asyncio.create_task(pod.post("generate", DECODE | {"nonces": [1, 7], "wait": True}))

@@ -9,7 +9,7 @@ open
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from math import inf
@@ -225,17 +225,21 @@ class Busy(Protocol):
 
 
 class SliceMeter:
-    """Counts the time that a slice takes while a round computes: by itself, and in the ``share`` of all requests.
+    """Counts the time that a slice takes while a round computes: by itself, and in the ``shares`` of requests.
 
     It keeps the ``turn`` of the slice until all of that time is known, and calls ``progress`` after each call.
     """
 
     def __init__(
-        self, share: BusyShare, turn: Turn, round_computes: Callable[[], bool], progress: Callable[[], None]
+        self,
+        shares: Sequence[BusyShare],
+        turn: Turn,
+        round_computes: Callable[[], bool],
+        progress: Callable[[], None],
     ) -> None:
         self.seconds = 0.0
         self.hold = turn.hold
-        self._share = share
+        self._shares = shares
         self._round_computes = round_computes
         self.progress = progress
 
@@ -244,23 +248,25 @@ class SliceMeter:
         self.progress()
         if self._round_computes():
             self.seconds += end - start
-            self._share.add(start, end)
+            for share in self._shares:
+                share.add(start, end)
 
 
 class RequestShare:
     """Lets requests beside a round compute one slice at a time, and no more than their share while the round computes.
 
     Batches of chains take turns of their own: between the calls of one, which may take a minute together, there is room
-    for slices of vectors and distances.
+    for slices of vectors and distances. Half of the share is theirs, whatever chains have had. What they take while
+    chains rest is added to that rest.
     """
 
     def __init__(self, round_computes: Callable[[], bool], settings: Settings, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._busy = BusyShare(settings.share_window_seconds, clock.now)
+        self._busy, self._busy_without_chains = (BusyShare(settings.share_window_seconds, clock.now) for _ in range(2))
         self._clock = clock
         self.round_computes = round_computes
         self._share = settings.request_share
         self._longest = settings.request_share * settings.share_window_seconds
-        self._rests_until = clock.now()
+        self._rest_ends, self._rest_of_chains_ends = clock.now(), clock.now()
         self._backoff = settings.chat_backoff_seconds
         self._turn, self._turn_of_chains = Turn(), Turn()
 
@@ -271,24 +277,34 @@ class RequestShare:
         Tell the meter when it computes. It calls ``progress`` each time, and so does the wait for the share.
         """
         turn = self._turn_of_chains if of_chains else self._turn
+        shares = [self._busy] if of_chains else [self._busy_without_chains, self._busy]
         async with turn:
-            while self.round_computes() and (self._rests or self._busy.value() >= self._share):
+            while self.round_computes() and (self._rests(of_chains) or self._is_used_up(of_chains)):
                 progress()  # the engine is not too busy: what came before has had its share
                 await self._clock.sleep(self._backoff)
-            meter = SliceMeter(self._busy, turn, self.round_computes, progress)
+            meter = SliceMeter(shares, turn, self.round_computes, progress)
             try:
                 yield meter
             finally:
-                turn.once_answered(lambda: self._rest(meter.seconds))
+                turn.once_answered(lambda: self._rest(meter.seconds, of_chains=of_chains))
 
-    @property
-    def _rests(self) -> bool:
-        return self._clock.now() < self._rests_until
+    def _is_used_up(self, of_chains: bool) -> bool:
+        theirs = of_chains or self._busy_without_chains.value() >= self._share / 2
+        return theirs and self._busy.value() >= self._share
 
-    def _rest(self, used: float) -> None:
+    def _rests(self, of_chains: bool) -> bool:
+        return self._clock.now() < (self._rest_of_chains_ends if of_chains else self._rest_ends)
+
+    def _rest(self, used: float, *, of_chains: bool) -> None:
+        now, owed = self._clock.now(), used / self._share - used
         # The window forgets a part of what a slice took that is longer, as a batch of chains is.
-        if used > self._longest:
-            self._rests_until = self._clock.now() + used / self._share - used
+        if of_chains and used > self._longest:
+            self._rest_of_chains_ends = max(now, self._rest_of_chains_ends) + owed
+        elif not of_chains:
+            if used > self._longest:
+                self._rest_ends = now + owed
+            if self._rests(of_chains=True):
+                self._rest_of_chains_ends += used + owed
 
 
 class MemoryShortage:
