@@ -41,7 +41,8 @@ demo-down: ## End what the demo started on this machine
 test: ## Everything that this machine can prove
 	@mkdir -p build; set -m; \
 	nice -n 5 $(PYTHON) -m hack.prepare >build/prepare.log 2>&1 </dev/null & prepared=$$!; \
-	PATIENCE=3 nice -n 19 $(MAKE) --no-print-directory test-worker >build/test-worker.log 2>&1 </dev/null & worker=$$!; \
+	{ nice -n 5 $(PYTHON) -m hack.vllm && PATIENCE=3 nice -n 19 $(MAKE) --no-print-directory test-worker; } \
+		>build/test-worker.log 2>&1 </dev/null & worker=$$!; \
 	set +m; trap 'kill -- -$$prepared -$$worker 2>/dev/null' EXIT; \
 	$(MAKE) --no-print-directory check test-unit test-docs || exit; \
 	echo 'What the builds beside these tests say:'; \
