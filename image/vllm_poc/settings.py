@@ -99,7 +99,8 @@ class Settings(BaseModel):
     #: A request that waits longer for its result is answered 503.
     request_seconds: Seconds = 600.0
     #: A request that does not wait for a round's end is answered 503 when the engine has not got to it for this long:
-    #: no slice of it was computed, or nothing is known of the model yet. Chat or other work keeps the engine busy then.
+    #: no call to the workers was for it, or nothing is known of the model yet. Chat or other work keeps the engine busy
+    #: then. To wait for a share of the time does not count.
     busy_seconds: Seconds = 60.0
     #: Generation is held back while this many results wait for delivery.
     pending_results: int = Field(default=50_000, ge=1)

@@ -96,6 +96,21 @@ async def test_chains_beside_a_round_wait_for_their_turn_and_their_share(pod: Po
     assert len(answer.json()["artifacts"]) == 2 * MOST
 
 
+@pytest.mark.parametrize("pod_settings", [SHARED])
+async def test_chains_of_two_clients_wait_for_each_other(pod: Pod) -> None:
+    """The one for the other's turn, and both for the share that the other has used."""
+    pod.engine.seconds_per_batch = BUSY_SECONDS / 12
+    await pod.start(DECODE | SLOT)
+    await pod.reach(lambda s: s.next_index > 0)
+
+    async def asks(first: int) -> int:
+        nonces = list(range(first, first + 6 * 2 * MOST, 6))  # of another slot
+        body = DECODE | {"nonces": nonces, "wait": True, "beside_round": True}
+        return (await pod.post("generate", body)).status_code
+
+    assert set(await asyncio.gather(asks(1), asks(1 + 6 * 2 * MOST))) == {200}
+
+
 @pytest.mark.parametrize("pod_settings", [DECODES])
 async def test_busy_chat_takes_no_scheme_away_after_an_update_of_the_weights(pod: Pod) -> None:
     """Clients remember for a minute what a pod does not offer, and a stage of the network takes three."""

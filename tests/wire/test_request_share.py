@@ -121,6 +121,39 @@ async def test_requests_beside_a_round_get_no_more_than_their_share(
     assert rounds / MEASURED_SECONDS >= 0.9 * (1 - SHARE - window), f"the round got {rounds / MEASURED_SECONDS:.0%}"
 
 
+@pytest.mark.parametrize("pod_settings", [DECODES | {"REQUEST_SHARE": str(SHARE), "SHARE_WINDOW_SECONDS": "0.125"}])
+async def test_vectors_without_end_leave_chains_half_of_the_share(pod: Pod, clock: FakeClock) -> None:
+    """A batch of chains is longer than the window, and rests behind itself."""
+    pod.engine.seconds_per_batch = SLICE_SECONDS
+    await pod.start(DISTANCE | SLOT)
+    await pod.reach(lambda s: s.total_checked > 0)
+    body = ARTIFACT | {
+        "public_key": "prover",
+        "params": CHAINS,
+        "nonces": VALID[:4],
+        "wait": True,
+        "beside_round": True,
+    }
+    done = 0
+
+    async def chains() -> None:
+        nonlocal done
+        while True:
+            assert (await pod.post("generate", body)).status_code == 200
+            done += 1
+
+    asking = asyncio.create_task(chains())
+    async with clients(pod, clock, [stays]):
+        began = clock.now()
+        while clock.now() < began + 2 * MEASURED_SECONDS:
+            clock.advance(STEP)
+            await settle(TURNS)
+    asking.cancel()
+    await asyncio.wait([asking])
+    alone = 2 * MEASURED_SECONDS * SHARE / (5 * SLICE_SECONDS)  # a batch has five calls
+    assert done >= alone / 3, f"{done} batches, and {alone:.0f} without vectors"
+
+
 def calls(pod: Pod) -> tuple[int, int]:
     """Return how many calls the workers have answered: of requests, and of the round."""
     keys = [call["public_key"] for call in (*pod.engine.batches, *pod.engine.decode_calls)]

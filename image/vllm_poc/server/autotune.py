@@ -271,6 +271,7 @@ class TunedSliceSize:
     weights = 0
 
     def __init__(self, tuned: TunedPass, stages: int, budget_seconds: float) -> None:
+        self.tuned = tuned
         self._batch, self._least_seconds, self._segments = tuned
         self._seconds = self._least_seconds
         self._longest = longest_segment(budget_seconds)

@@ -10,7 +10,7 @@ open
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from http import HTTPStatus
 from math import inf
 from typing import Any, Protocol, TypeVar
@@ -170,11 +170,9 @@ class Turn:
 
 
 class Patience:
-    """How long a client waits: ``total`` seconds for the result, and ``busy`` seconds, if any, for each call of it.
+    """How long a client waits: ``total`` seconds for the result, and ``busy`` seconds, if any, for each call.
 
-    A slice is one call to the workers or, of chains, hundreds.
-
-    ``why`` it may take so long is for people.
+    A slice is one call to the workers or, of chains, hundreds. ``why`` it may take so long is for people.
     """
 
     def __init__(self, total: float, busy: float | None, why: str) -> None:
@@ -212,7 +210,7 @@ class Busy(Protocol):
     """Is told when PoC computed."""
 
     def progress(self) -> None:
-        """Take it that the work is got on with, though it may not be its turn yet."""
+        """Note that the work makes progress, though it may not be its turn yet."""
         ...
 
     def hold(self, call: asyncio.Task[Any]) -> None:
@@ -256,8 +254,10 @@ class RequestShare:
     """Lets requests beside a round compute one slice at a time, and no more than their share while the round computes.
 
     Batches of chains take turns of their own: between the calls of one, which may take a minute together, there is room
-    for slices of vectors and distances. Half of the share is theirs, whatever chains have had. What they take while
-    chains rest is added to that rest.
+    for slices of vectors and distances. Half of the share is theirs, whatever chains have had, and no more than that
+    while chains rest or wait for their share. What they take while chains rest is added to that rest.
+
+    Whoever waits for a turn makes progress with the one who has it.
     """
 
     def __init__(self, round_computes: Callable[[], bool], settings: Settings, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -269,6 +269,9 @@ class RequestShare:
         self._rest_ends, self._rest_of_chains_ends = clock.now(), clock.now()
         self._backoff = settings.chat_backoff_seconds
         self._turn, self._turn_of_chains = Turn(), Turn()
+        self._waiting = list[Callable[[], None]]()
+        self._waiting_chains = list[Callable[[], None]]()
+        self._chains_want = False
 
     @asynccontextmanager
     async def slice(self, progress: Callable[[], None], *, of_chains: bool) -> AsyncIterator[SliceMeter]:
@@ -277,20 +280,42 @@ class RequestShare:
         Tell the meter when it computes. It calls ``progress`` each time, and so does the wait for the share.
         """
         turn = self._turn_of_chains if of_chains else self._turn
+        waiting = self._waiting_chains if of_chains else self._waiting
         shares = [self._busy] if of_chains else [self._busy_without_chains, self._busy]
-        async with turn:
-            while self.round_computes() and (self._rests(of_chains) or self._is_used_up(of_chains)):
-                progress()  # the engine is not too busy: what came before has had its share
-                await self._clock.sleep(self._backoff)
-            meter = SliceMeter(shares, turn, self.round_computes, progress)
+
+        def told() -> None:
+            for one in (progress, *waiting):
+                one()
+
+        async with AsyncExitStack() as stack:
+            waiting.append(progress)
+            try:
+                await stack.enter_async_context(turn)
+            finally:
+                waiting.remove(progress)
+            await self._get_share(told, of_chains=of_chains)
+            meter = SliceMeter(shares, turn, self.round_computes, told)
             try:
                 yield meter
             finally:
                 turn.once_answered(lambda: self._rest(meter.seconds, of_chains=of_chains))
 
+    async def _get_share(self, told: Callable[[], None], *, of_chains: bool) -> None:
+        """Wait until there is room in the share. The engine is not too busy then: what came before has had its part."""
+        try:
+            while self.round_computes() and (self._rests(of_chains) or self._is_used_up(of_chains)):
+                self._chains_want = self._chains_want or of_chains
+                told()
+                await self._clock.sleep(self._backoff)
+        finally:
+            self._chains_want = self._chains_want and not of_chains
+
     def _is_used_up(self, of_chains: bool) -> bool:
-        theirs = of_chains or self._busy_without_chains.value() >= self._share / 2
-        return theirs and self._busy.value() >= self._share
+        used_up = self._busy.value() >= self._share
+        if of_chains:
+            return used_up
+        wanted = used_up or self._chains_want or self._rests(of_chains=True)
+        return wanted and self._busy_without_chains.value() >= self._share / 2
 
     def _rests(self, of_chains: bool) -> bool:
         return self._clock.now() < (self._rest_of_chains_ends if of_chains else self._rest_ends)

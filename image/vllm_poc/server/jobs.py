@@ -55,7 +55,7 @@ _FULL_SECONDS = 5
 _JOB_BYTES, _NONCE_BYTES, _STEP_BYTES = 2_048, 400, 8
 #: Waits until work may begin.
 Ready = Callable[[], Awaitable[None]]
-#: Is told of each slice that was computed.
+#: Is told of each call to the workers, and while the work waits for its share.
 Progress = Callable[[], None]
 
 

@@ -176,8 +176,8 @@ class Scheduler:
 
     def is_current(self, request: RoundRequest, size: SliceSize) -> bool:
         """Whether the weights are the same, and a pass that was tuned has not made way for those of other kinds."""
-        tuned = isinstance(size, TunedSliceSize)
-        kept = not tuned or self._autotuner.find(PassSpec.of_round(request)) is not None
+        tuned = size.tuned if isinstance(size, TunedSliceSize) else None
+        kept = tuned is None or self._autotuner.find(PassSpec.of_round(request)) is tuned
         return size.weights == self.weights and kept
 
     async def run(

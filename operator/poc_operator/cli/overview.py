@@ -16,6 +16,7 @@ from poc_operator.cli.loading import LogEnd, Step, loads, step_of
 from poc_operator.cli.pod_metrics import Chat, PodKey, held_share, pace
 from poc_operator.observed import PodView
 from poc_operator.planning.snapshot import in_order
+from poc_operator.rounds.counters import settled_nonces
 
 #: Slots of a round that are shown; all are in JSON and YAML.
 MOST_SLOTS = 64
@@ -188,8 +189,9 @@ def rate_of(found: PoCRound) -> float:
 def _round(found: PoCRound, looks: Looks, now: datetime) -> RoundRow:
     status, meta = found.status, found.metadata
     share, words, left = goal(found, now)
-    most = max((slot.delivered for slot in status.assignments), default=0)
-    slots = [_slot(meta.namespace, slot, looks, most) for slot in status.assignments]
+    settled = [settled_nonces(found, slot) for slot in status.assignments]
+    most = max(settled, default=0)
+    slots = [_slot(meta.namespace, *pair, looks, most) for pair in zip(status.assignments, settled, strict=True)]
     told = [slot.held_by_chat for slot in slots if slot.held_by_chat is not None]
     return RoundRow(
         namespace=meta.namespace,
@@ -219,7 +221,7 @@ def _why_pending(found: PoCRound) -> str:
     return next((one.reason for one in found.status.own_conditions if one.type is ConditionType.PROGRESSING), "")
 
 
-def _slot(namespace: str, slot: Assignment, looks: Looks, most: int) -> SlotRow:
+def _slot(namespace: str, slot: Assignment, settled: int, looks: Looks, most: int) -> SlotRow:
     key = (namespace, slot.pod or "")
     chat = looks.chat.get(key)
     known = chat if chat is not None and not chat.error and slot.state is SlotState.RUNNING else None
@@ -228,9 +230,9 @@ def _slot(namespace: str, slot: Assignment, looks: Looks, most: int) -> SlotRow:
         group=slot.group,
         pod=slot.pod or "",
         state=str(slot.state),
-        delivered=slot.delivered,
-        backlog=max(0, slot.next - slot.delivered),
-        share=slot.delivered / most if most else 0.0,
+        delivered=settled,
+        backlog=max(0, slot.next - settled),
+        share=settled / most if most else 0.0,
         rate=pace(looks.before.get(key), known, looks.seconds) if known else None,
         held_by_chat=known.held if known else None,
         held_share=held_share(looks.before.get(key), known, looks.seconds) if known else None,

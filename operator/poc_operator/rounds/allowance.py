@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from poc_operator.apis.v1alpha1.round import Assignment, RoundStatus, Stop
 from poc_operator.apis.v1alpha1.status import SlotState
 from poc_operator.planning.snapshot import ExtendPod
-from poc_operator.rounds.counters import is_doubted, is_settled
+from poc_operator.rounds.counters import is_doubted, is_settled, settled_nonces
 from poc_operator.rounds.snapshot import RoundSnapshot, RoundStep
 from vllm_poc.wire.answers import StatusResponse
 from vllm_poc.wire.messages import ExtendRequest, Protocol
@@ -75,7 +75,7 @@ def nobody_works(snapshot: RoundSnapshot, status: RoundStatus) -> bool:
 def _with_rest(snapshot: RoundSnapshot, slots: Sequence[Assignment], after_nonces: int) -> list[Assignment]:
     """Return the slots after those that wait for more got what is not delivered: all of it, so that they wait once."""
     waiting = [slot for slot in slots if waits_for_more(snapshot, slot) and not is_doubted(slot)]
-    left = max(0, after_nonces - sum(slot.delivered for slot in slots))
+    left = max(0, after_nonces - sum(settled_nonces(snapshot.round, slot) for slot in slots))
     shares = {(slot.node, slot.group): math.ceil(left / len(waiting)) for slot in waiting}
     return [_extended(slot, shares.get((slot.node, slot.group))) for slot in slots]
 
@@ -158,7 +158,8 @@ def _chains(snapshot: RoundSnapshot, slot: Assignment) -> int:
 def _left(snapshot: RoundSnapshot, stop: Stop, slots: Sequence[Assignment]) -> int:
     """Return how many nonces may still be dealt out."""
     if stop.after_nonces is not None:
-        return max(0, stop.after_nonces - sum(_dealt(slot) for slot in slots))
+        dealt = (max(_dealt(slot), settled_nonces(snapshot.round, slot)) for slot in slots)
+        return max(0, stop.after_nonces - sum(dealt))
     valid, delivered = sum(slot.valid for slot in slots), sum(slot.delivered for slot in slots)
     needed = math.ceil(max(0, (stop.after_valid or 0) - valid) * (delivered + 1) / (valid + 1))
     return max(0, needed - sum(_underway(snapshot, slot) for slot in slots))

@@ -151,15 +151,15 @@ def finish(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
     undelivered = sum(max(0, slot.next - settled_nonces(snapshot.round, slot)) for slot in status.assignments)
     if undelivered and _gateway_may_know_more(snapshot, status):
         return step
-    lost = _lost(status.outcome, status, undelivered)
+    lost = _lost(snapshot, status.outcome, status, undelivered)
     message = "; ".join(filter(None, (status.outcome.message, lost, _at_the_gateway(snapshot), _without_pods(status))))
     return close(snapshot, step.extended(outcome=status.outcome.model_copy(update={"message": message})))
 
 
-def _lost(outcome: Outcome, status: RoundStatus, undelivered: int) -> str:
+def _lost(snapshot: RoundSnapshot, outcome: Outcome, status: RoundStatus, undelivered: int) -> str:
     if undelivered:
         return f"{number_of(undelivered, 'computed nonce was', 'computed nonces were')} not delivered"
-    results = any(slot.delivered for slot in status.assignments)
+    results = any(settled_nonces(snapshot.round, slot) for slot in status.assignments)
     lacks = outcome.type is Result.COMPLETE and has_begun(status) and not results
     return "no result was delivered" if lacks else ""
 

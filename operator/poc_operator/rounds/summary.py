@@ -46,11 +46,12 @@ def summarise(snapshot: RoundSnapshot, step: RoundStep) -> RoundStep:
 def totals(snapshot: RoundSnapshot, status: RoundStatus) -> Totals:
     """Sum up the slots."""
     slots = status.assignments
-    checked = sum(slot.next for slot in slots)
+    settled = [settled_nonces(snapshot.round, slot) for slot in slots]
+    checked = sum(map(max, (slot.next for slot in slots), settled))
     return Totals(
         checked=checked,
         valid=sum(slot.valid for slot in slots),
-        delivered=sum(settled_nonces(snapshot.round, slot) for slot in slots),
+        delivered=sum(settled),
         rejected=sum(slot.rejected for slot in slots),
         retries=sum(max(0, slot.attempts - 1) for slot in slots),
         rate=f"{_rate(snapshot, status, checked):.1f}",

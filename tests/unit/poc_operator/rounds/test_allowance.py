@@ -88,6 +88,15 @@ def test_no_more_is_dealt_than_is_left() -> None:
     assert sum(end or 0 for end in ends(step)) == 2001
 
 
+def test_chains_that_are_stored_behind_a_gap_are_not_dealt_once_more() -> None:
+    """A reference pod has left one out, and was lost. Another pod gets what is left."""
+    lost = a_slot(node=0, state=SlotState.WAITING, pod=None, delivered=10, valid=198, next=10)
+    status = running(lost, slot("b", 1, end=0))
+    round_ = a_round(status, stop={"afterNonces": 200}, nodes=NODES, decode={"maxTokens": 4}, rTarget=None)
+    step = plan(look(round_, (a_pod("b"), report("b", 1))))
+    assert ends(step)[1] == 2
+
+
 def test_a_pod_that_has_not_heard_is_told_again() -> None:
     slots = slot("a", 0, next=10, end=5000), slot("b", 1, next=10, end=5000)
     deaf = report("a", 0, next_index=10, end_index=1000, rate_per_second=1)

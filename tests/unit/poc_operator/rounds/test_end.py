@@ -113,11 +113,11 @@ def test_what_a_pod_that_cannot_resume_drops_at_its_stop_is_no_warning() -> None
     assert status.degraded == ""
 
 
-def with_a_gap(stored: int) -> GatewayReport:
-    """So many of the first slot, the last at index 199, and nothing at index 10."""
+def with_a_gap(stored: int, at: int = 10) -> GatewayReport:
+    """So many of the first slot, the last at index 199, and nothing at one index."""
     gateway = has((stored, 200))
     assert gateway.collected is not None
-    gateway.collected.slots[0] = gateway.collected.slots[0].model_copy(update={"delivered_index": 10})
+    gateway.collected.slots[0] = gateway.collected.slots[0].model_copy(update={"delivered_index": at})
     return gateway
 
 
@@ -139,6 +139,19 @@ def test_a_chain_that_a_reference_pod_leaves_out_stands_in_the_way_of_no_other()
     ended = plan(look(after, (a_pod("a"), idle), after=60, gateway=with_a_gap(199))).status
     assert (ended.state, ended.totals.delivered) == (State.COMPLETE, 199)
     assert "; 1 computed nonce was not delivered" in ended.message
+
+
+def test_chains_behind_a_first_one_that_is_left_out_are_results() -> None:
+    """Also while a pod that has restarted computes them anew."""
+    slot = a_slot(next=5, session="containerd://a#0")
+    round_ = a_round(a_status(slot), **CHAINS, stop={"afterNonces": 199})
+    told = replace(says(GENERATING, session="containerd://a#0", next_index=5), resumes=False)
+    ending = plan(look(round_, (a_pod("a"), told), gateway=with_a_gap(199, at=0))).status
+    assert (ending.totals.checked, ending.totals.delivered) == (199, 199)
+    idle = replace(says(PowState.IDLE, session="containerd://a#0"), resumes=False)
+    after = a_round(ending, **CHAINS, stop={"afterNonces": 199})
+    ended = plan(look(after, (a_pod("a"), idle), after=60, gateway=with_a_gap(199, at=0))).status
+    assert (ended.state, ended.message) == (State.COMPLETE, "spec.stop.afterNonces of 199 reached")
 
 
 @pytest.mark.parametrize(("next_index", "rate"), [(200, "0.0"), (500, "50.0")], ids=["again", "beyond"])
