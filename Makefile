@@ -39,16 +39,16 @@ demo-down: ## End what the demo started on this machine
 
 .PHONY: test
 test: ## Everything that this machine can prove
-	@mkdir -p build; set -m; \
-	nice -n 5 $(PYTHON) -m hack.prepare >build/prepare.log 2>&1 </dev/null & prepared=$$!; \
-	{ nice -n 5 $(PYTHON) -m hack.vllm && PATIENCE=3 nice -n 19 $(MAKE) --no-print-directory test-worker; } \
-		>build/test-worker.log 2>&1 </dev/null & worker=$$!; \
-	set +m; trap 'kill -- -$$prepared -$$worker 2>/dev/null' EXIT; \
+	@mkdir -p build; \
+	set -m; nice -n 19 $(PYTHON) -m hack.prepare >build/prepare.log 2>&1 </dev/null & set +m; \
+	prepared=$$!; trap 'kill -- -$$prepared 2>/dev/null' EXIT; \
 	$(MAKE) --no-print-directory check test-unit test-docs || exit; \
 	echo 'What the builds beside these tests say:'; \
-	wait $$prepared; ended=$$?; cat build/prepare.log; test $$ended = 0 || exit $$ended; \
+	wait $$prepared; ended=$$?; trap - EXIT; cat build/prepare.log; test $$ended = 0 || exit $$ended; \
+	set -m; PATIENCE=3 nice -n 10 $(MAKE) --no-print-directory test-worker >build/test-worker.log 2>&1 </dev/null & set +m; \
+	worker=$$!; trap 'kill -- -$$worker 2>/dev/null' EXIT; \
 	PATIENCE=3 $(MAKE) --no-print-directory test-cluster 2>&1 | tee build/test-cluster.log; failed=$${PIPESTATUS[0]}; \
-	echo 'What the tests of the worker beside all these say:'; \
+	echo 'What the tests of the worker beside these say:'; \
 	wait $$worker; ended=$$?; trap - EXIT; cat build/test-worker.log; \
 	test $$failed = 0 || { echo 'The tests on the cluster failed. The end of what they said:'; tail -n 50 build/test-cluster.log; exit $$failed; }; \
 	exit $$ended
@@ -118,7 +118,7 @@ histories: .venv/.lock ## Ten thousand random histories for each property of the
 worker_tests = "$$python" -m pytest $(SERVERS) $(if $(REPORT),,-m 'not long') -o cache_dir=build/pytest-worker tests/unit/vllm_poc/maths tests/unit/vllm_poc/worker tests/vllm
 
 .PHONY: test-worker
-test-worker: ## The maths, parts of the worker, and real vLLM on CPU (VLLM=0.23: on that release)
+test-worker: toolchain ## The maths, parts of the worker, and real vLLM on CPU (VLLM=0.23: on that release)
 	@export OMP_NUM_THREADS=1; python="$$($(PYTHON) -m hack.vllm path $(if $(VLLM),--version $(VLLM)))/bin/python"; \
 	$(if $(REPORT),$(worker_tests) --junitxml $(REPORT),$(call tests,$(worker_tests)))
 
