@@ -271,7 +271,7 @@ async def test_nothing_is_tuned_in_a_pause(pod: Pod) -> None:
     await stands_still(pod)
     assert pod.engine.warmed_up == []
     await call(pod, ["/resume"])
-    await pod.reach(lambda s: s.total_checked > 0)
+    await pod.reach(lambda s: s.total_checked > 8)  # the first ones come before the search
     assert pod.engine.warmed_up == [8, 16]
 
 
