@@ -84,14 +84,18 @@ async def test_a_batch_of_chains_that_is_computed_is_waited_for(pod: Pod) -> Non
 SHARED = IMPATIENT | DECODES | {"REQUEST_SHARE": "0.25", "SHARE_WINDOW_SECONDS": "0.1"}
 
 
+def two_batches(first: int) -> dict[str, Any]:
+    """A request for chains of another slot than the round's."""
+    return DECODE | {"nonces": list(range(first, first + 6 * 2 * MOST, 6)), "wait": True, "beside_round": True}
+
+
 @pytest.mark.parametrize("pod_settings", [SHARED])
 async def test_chains_beside_a_round_wait_for_their_turn_and_their_share(pod: Pod) -> None:
     """Of both batches: what was computed would be thrown away, and asked for again."""
     pod.engine.seconds_per_batch = BUSY_SECONDS / 6
     await pod.start(DECODE | SLOT)
     await pod.reach(lambda s: s.next_index > 0)
-    nonces = list(range(1, 6 * 2 * MOST, 6))  # of another slot
-    answer = await pod.post("generate", DECODE | {"nonces": nonces, "wait": True, "beside_round": True})
+    answer = await pod.post("generate", two_batches(1))
     assert answer.status_code == 200, answer.text
     assert len(answer.json()["artifacts"]) == 2 * MOST
 
@@ -103,12 +107,8 @@ async def test_chains_of_two_clients_wait_for_each_other(pod: Pod) -> None:
     await pod.start(DECODE | SLOT)
     await pod.reach(lambda s: s.next_index > 0)
 
-    async def asks(first: int) -> int:
-        nonces = list(range(first, first + 6 * 2 * MOST, 6))  # of another slot
-        body = DECODE | {"nonces": nonces, "wait": True, "beside_round": True}
-        return (await pod.post("generate", body)).status_code
-
-    assert set(await asyncio.gather(asks(1), asks(1 + 6 * 2 * MOST))) == {200}
+    answers = await asyncio.gather(*(pod.post("generate", two_batches(first)) for first in (1, 1 + 6 * 2 * MOST)))
+    assert [answer.status_code for answer in answers] == [200, 200]
 
 
 @pytest.mark.parametrize("pod_settings", [DECODES])

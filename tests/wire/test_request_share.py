@@ -23,6 +23,13 @@ CLIENTS = 20
 TURNS = 50
 BESIDE = DISTANCE | {"public_key": "prover", "nonces": VALID, "wait": True, "beside_round": True}
 CHAINS = ARTIFACT["params"] | {"decode": True, "max_tokens": 4}
+BESIDE_OF_CHAINS = ARTIFACT | {
+    "public_key": "prover",
+    "params": CHAINS,
+    "nonces": VALID[:4],
+    "wait": True,
+    "beside_round": True,
+}
 DECODES = {"DECODE_CODEBOOK": "/codebook.pt", "DECODE_RESERVE_BYTES": "100000"}
 
 Client = Callable[[Pod, FakeClock], Awaitable[object]]
@@ -52,14 +59,7 @@ async def leaves_late(pod: Pod, clock: FakeClock) -> None:
 
 
 async def leaves_chains(pod: Pod, clock: FakeClock) -> None:
-    body = ARTIFACT | {
-        "public_key": "prover",
-        "params": CHAINS,
-        "nonces": VALID[:4],
-        "wait": True,
-        "beside_round": True,
-    }
-    await asks_until(pod, body, clock.sleep(0.03))
+    await asks_until(pod, BESIDE_OF_CHAINS, clock.sleep(0.03))
 
 
 async def asks_until(pod: Pod, body: dict[str, Any], left: Awaitable[None]) -> None:
@@ -127,19 +127,12 @@ async def test_vectors_without_end_leave_chains_half_of_the_share(pod: Pod, cloc
     pod.engine.seconds_per_batch = SLICE_SECONDS
     await pod.start(DISTANCE | SLOT)
     await pod.reach(lambda s: s.total_checked > 0)
-    body = ARTIFACT | {
-        "public_key": "prover",
-        "params": CHAINS,
-        "nonces": VALID[:4],
-        "wait": True,
-        "beside_round": True,
-    }
     done = 0
 
     async def chains() -> None:
         nonlocal done
         while True:
-            assert (await pod.post("generate", body)).status_code == 200
+            assert (await pod.post("generate", BESIDE_OF_CHAINS)).status_code == 200
             done += 1
 
     asking = asyncio.create_task(chains())

@@ -11,10 +11,8 @@ computes the batch that is under way to its end if that comes soon enough, and d
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import ceil, inf
 from typing import NamedTuple
@@ -23,7 +21,7 @@ from vllm_poc.logs import get_logger
 from vllm_poc.rpc import ChainWork, DecodeRequest, DecodeResult
 from vllm_poc.server.autotune import GaveWayError, SliceSize
 from vllm_poc.server.engine import EngineError, NoMemoryError, VllmEngine
-from vllm_poc.server.gate import Busy
+from vllm_poc.server.gate import Busy, Turn, nobody
 from vllm_poc.server.scheduler import (
     ComputedChain,
     Computer,
@@ -108,8 +106,7 @@ class ChainScheduler:
         self._engine = engine
         self._call_seconds = _SHARE * settings.slice_seconds
         self._paces = OrderedDict[int, Pace]()
-        self._turn = asyncio.Lock()  # of the batch that the workers keep
-        self._waiting: list[Busy] = []
+        self._turn = Turn()  # of the batch that the workers keep
 
     async def autotune(
         self, request: RoundRequest, nonces: int | None = None, gives_way: Callable[[], bool] = keeps_on
@@ -174,25 +171,12 @@ class ChainScheduler:
     ) -> dict[int, ComputedChain]:
         """Return the chains whose steps are all finite."""
         message = self._message(request, nonces, request.claims if isinstance(request, GenerateRequest) else {})
-        async with self._turn_of(busy):
+        # Each call of the batch before, which may take minutes, is progress for whoever waits.
+        async with self._turn.taken(busy.progress if busy is not None else nobody):
             await self.autotune(request)
             result = await self._completed(message, weights, busy, gives_way)
         self._scheduler.model.note(result.get("findings", []))
         return _chains(message, result)
-
-    @asynccontextmanager
-    async def _turn_of(self, busy: Busy | None) -> AsyncIterator[None]:
-        """Wait for the turn of a batch. Each call of the one before, which may take minutes, is progress meanwhile."""
-        waiting = [busy] if busy is not None else []
-        self._waiting += waiting
-        try:
-            await self._turn.acquire()
-        finally:
-            self._waiting = [other for other in self._waiting if other is not busy]
-        try:
-            yield
-        finally:
-            self._turn.release()
 
     async def _completed(
         self,
@@ -208,8 +192,7 @@ class ChainScheduler:
                     raise GaveWayError
                 call = partial(self._engine.decode, message)
                 result, seconds = await self._scheduler.step(call, busy, weights, needed=needed)
-            for other in self._waiting:
-                other.progress()
+            self._turn.progress()
             if result["complete"]:
                 return result
             needed = result["left"] * seconds / result["parts"]

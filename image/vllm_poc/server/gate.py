@@ -10,7 +10,7 @@ open
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from math import inf
 from typing import Any, Protocol, TypeVar
@@ -134,6 +134,10 @@ class ChatGate:
         return self._poc_first or self.busy.value() < self._min_share
 
 
+def nobody() -> None:
+    """Tell nobody of progress."""
+
+
 class Turn:
     """A lock that whoever holds it gives back once the workers have answered, and not before.
 
@@ -142,6 +146,7 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
+        self._waiting: list[Callable[[], None]] = []
         self._call: asyncio.Task[Any] | None = None
 
     async def __aenter__(self) -> None:
@@ -151,6 +156,24 @@ class Turn:
     async def __aexit__(self, *_: object) -> None:
         """Give it back, now or when the call of `hold` has ended."""
         self.once_answered(self._lock.release)
+
+    @asynccontextmanager
+    async def taken(self, progress: Callable[[], None]) -> AsyncIterator[None]:
+        """Have the turn while the context lasts; ``progress`` is called meanwhile when the one before makes some."""
+        self._waiting.append(progress)
+        try:
+            await self._lock.acquire()
+        finally:
+            self._waiting.remove(progress)
+        try:
+            yield
+        finally:
+            self.once_answered(self._lock.release)
+
+    def progress(self) -> None:
+        """Tell all who wait that whoever has the turn makes progress."""
+        for told in self._waiting:
+            told()
 
     def hold(self, call: asyncio.Task[Any]) -> None:
         """Keep the turn until ``call`` has ended, also if its holder is gone before."""
@@ -269,8 +292,6 @@ class RequestShare:
         self._rest_ends, self._rest_of_chains_ends = clock.now(), clock.now()
         self._backoff = settings.chat_backoff_seconds
         self._turn, self._turn_of_chains = Turn(), Turn()
-        self._waiting = list[Callable[[], None]]()
-        self._waiting_chains = list[Callable[[], None]]()
         self._chains_want = False
 
     @asynccontextmanager
@@ -280,19 +301,13 @@ class RequestShare:
         Tell the meter when it computes. It calls ``progress`` each time, and so does the wait for the share.
         """
         turn = self._turn_of_chains if of_chains else self._turn
-        waiting = self._waiting_chains if of_chains else self._waiting
         shares = [self._busy] if of_chains else [self._busy_without_chains, self._busy]
 
         def told() -> None:
-            for one in (progress, *waiting):
-                one()
+            progress()
+            turn.progress()
 
-        async with AsyncExitStack() as stack:
-            waiting.append(progress)
-            try:
-                await stack.enter_async_context(turn)
-            finally:
-                waiting.remove(progress)
+        async with turn.taken(progress):
             await self._get_share(told, of_chains=of_chains)
             meter = SliceMeter(shares, turn, self.round_computes, told)
             try:

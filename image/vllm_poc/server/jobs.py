@@ -31,7 +31,7 @@ from vllm_poc.server.chains import Computers
 from vllm_poc.server.clock import SYSTEM_CLOCK, Clock
 from vllm_poc.server.engine import EngineError, WeightsChangedError
 from vllm_poc.server.errors import RefusalError, refusal
-from vllm_poc.server.gate import RequestShare
+from vllm_poc.server.gate import RequestShare, nobody
 from vllm_poc.server.scheduler import Item, count_values, keeps_on, look_ahead
 from vllm_poc.server.verdicts import artifact_verdict, proof_verdict
 from vllm_poc.settings import Settings
@@ -61,10 +61,6 @@ Progress = Callable[[], None]
 
 async def _at_once() -> None:
     """Wait for nothing."""
-
-
-def _nothing() -> None:
-    """Nobody wants to be told."""
 
 
 @dataclass
@@ -263,7 +259,7 @@ class RequestWorker:
         self._share = share
 
     async def result(
-        self, request: GenerateRequest, request_id: str, limit: int, progress: Progress = _nothing
+        self, request: GenerateRequest, request_id: str, limit: int, progress: Progress = nobody
     ) -> Result:
         """Return artifacts, distances or a verdict; ``progress`` is called after each call to the workers.
 
@@ -287,7 +283,7 @@ class RequestWorker:
             job.callback = self._send(request.receiver, request, job.result)
 
     async def proof(
-        self, round_: SlotRequest, batch: ProofBatch, limit: int, progress: Progress = _nothing
+        self, round_: SlotRequest, batch: ProofBatch, limit: int, progress: Progress = nobody
     ) -> ProofVerdict:
         """Recompute a batch, also between the slices of a round that generates, and send the callback."""
         await self._outbox.wait_for_capacity()
